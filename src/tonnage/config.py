@@ -1,0 +1,133 @@
+"""What the user asked for (``Knobs``, ``LimitKnobs``) and what came of it (``Limits``): two types, both frozen.
+
+A ``Setting`` remembers the value, the text that was typed, and where it came from, so that every report can say
+which default or flag caused a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from fractions import Fraction
+from typing import Generic, TypeVar
+
+from tonnage.units import MiB
+
+T = TypeVar("T")
+
+
+class Origin(StrEnum):
+    """Where a setting came from."""
+
+    DEFAULT = "default"
+    FLAG = "flag"
+    ENV = "env"
+    FILE = "file"
+    API = "api"
+    PEER = "peer"  # translated from another engine's knob
+    FIT = "fit"  # chosen by us because the user left it open
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """One knob: ``value`` (None: not set), the ``text`` typed, its ``origin``, and ``where`` (flag or file name)."""
+
+    value: T | None = None
+    text: str | None = None
+    origin: Origin = Origin.DEFAULT
+    where: str | None = None
+
+    @classmethod
+    def flag(cls, value: T, text: object, where: str) -> Setting[T]:
+        return cls(value, str(text), Origin.FLAG, where)
+
+    @property
+    def is_set(self) -> bool:
+        return self.value is not None
+
+    def or_else(self, default: T) -> T:
+        return default if self.value is None else self.value
+
+
+def unset() -> Setting[T]:
+    return Setting()
+
+
+DEFAULT_KEEP_FREE_BYTES = 256 * MiB
+DEFAULT_BLOCK_TOKENS = 16
+DEFAULT_MAX_BATCH_SIZE = 256
+DEFAULT_MAX_NUM_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What was asked about money. Nothing here is derived; ``Setting.value is None`` means not set.
+
+    total_bytes      everything the engine may take on this device, context and graphs included
+    keep_free_bytes  bytes of the device left alone, an explicit line (default 256 MiB)
+    kv_bytes         cap on the KV pool
+    kv_tokens        cap on the KV pool, in tokens
+    kv_fraction      share of (cap - every line that does not depend on the number of tokens); default 1
+    kv_dtype         dtype the cache is allocated in; default: the dtype of the weights
+    block_tokens     tokens in one KV block (default 16)
+    host_kv_bytes, disk_kv_bytes, state_dtype, scratch, attended_tokens, admission, graphs: as types.md has them;
+        their rooms come later and a set value is refused by the planner until they do.
+    disabled_claims  claims switched off by name; the report shows each
+    """
+
+    total_bytes: Setting[int] = field(default_factory=unset)
+    keep_free_bytes: Setting[int] = field(default_factory=unset)
+    kv_bytes: Setting[int] = field(default_factory=unset)
+    kv_tokens: Setting[int] = field(default_factory=unset)
+    kv_fraction: Setting[Fraction] = field(default_factory=unset)
+    kv_dtype: Setting[str] = field(default_factory=unset)
+    state_dtype: Setting[str] = field(default_factory=unset)
+    block_tokens: Setting[int] = field(default_factory=unset)
+    host_kv_bytes: Setting[int] = field(default_factory=unset)
+    disk_kv_bytes: Setting[int] = field(default_factory=unset)
+    scratch: Setting[str] = field(default_factory=unset)
+    attended_tokens: Setting[int] = field(default_factory=unset)
+    admission: Setting[str] = field(default_factory=unset)
+    graphs: Setting[str] = field(default_factory=unset)
+    disabled_claims: frozenset[str] = frozenset()
+
+    def items(self) -> list[tuple[str, Setting[object]]]:
+        """Every knob with its name, in declaration order (``disabled_claims`` is not a Setting)."""
+        return [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "disabled_claims"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitKnobs:
+    """What was asked about shapes; resolved into ``Limits`` once the model is known.
+
+    max_seq_len     tokens of one sequence, prompt and output (default: the model's length, or the largest that fits)
+    max_batch_size  sequences running at once (default 256)
+    max_num_tokens  tokens computed in one step (default 8,192)
+    """
+
+    max_seq_len: Setting[int] = field(default_factory=unset)
+    max_batch_size: Setting[int] = field(default_factory=unset)
+    max_num_tokens: Setting[int] = field(default_factory=unset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Resolved shapes; no None. Tokens and counts, all >= 0; the first three >= 1.
+
+    max_logits_rows is the number of rows the vocabulary projection runs for in one step: one per sequence here.
+    """
+
+    max_seq_len: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_logits_rows: int
+    max_logprobs: int = 0
+    max_draft_tokens: int = 0
+    lookahead_steps: int = 0
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
+    max_encoder_tokens: int = 0
+    graph_batch_sizes: tuple[int, ...] = ()
+    prefix_caching: bool = False
+    chunked_prefill: bool = True
+    penalties: bool = False

@@ -1,0 +1,1 @@
+"""Devices behind one seam: the ``Driver`` protocol and its implementations."""

@@ -1,0 +1,193 @@
+"""Every exception that Tonnage raises on purpose.
+
+::
+
+    TonnageError
+    ├── UserError                 the user can mend it; one paragraph, no traceback, exit code 2
+    │   ├── InvalidSetting        a value that cannot be read or lies outside its range   (also a ValueError)
+    │   ├── ModelNotFound         no such folder, file, or hub model within reach
+    │   ├── ModelConfigError      a config.json that cannot be read or lacks a field
+    │   ├── UnsupportedModel      a model this release does not run, with the reason
+    │   ├── InputError            a prompt file, plan file or line of one that cannot be used
+    │   ├── DoesNotFit            the plan is refused: need, have, shortfall, checked remedies  (also a MemoryError)
+    │   └── RequestRefused        one request that can never be served
+    ├── DriverError               a device call failed: call and code
+    │   ├── DriverOOM             ... for want of memory                                     (also a MemoryError)
+    │   ├── DriverUnsupported     ... because this device cannot do it
+    │   └── DeviceLost            ... and every later call will too
+    ├── BufferOOM                 the BufferManager's ladder is exhausted                     (also a MemoryError)
+    ├── DeclarationExceeded       scratch asked for beyond what its backend declared          (also a MemoryError)
+    ├── StartupError              a stage of start-up failed: stage, history, remedy
+    └── LedgerError               an account was used wrongly: a defect of ours
+
+User errors carry the knob, the value, what was needed, what there is, and what to change. ``assert`` is for us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class TonnageError(Exception):
+    """Base of everything raised on purpose."""
+
+    exit_code = 1
+
+
+class UserError(TonnageError):
+    """Something the user can mend, told in one paragraph: what, need, have, what to change.
+
+    ``what`` states the problem with the knob and the value in it; ``need``, ``have`` and ``remedy`` are
+    optional sentences or fragments. ``str()`` of the error is the paragraph.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        knob: str | None = None,
+        value: object = None,
+        need: str | None = None,
+        have: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what, self.knob, self.value = what, knob, value
+        self.need, self.have, self.remedy = need, have, remedy
+        super().__init__(self.paragraph())
+
+    def paragraph(self) -> str:
+        parts = [_sentence(self.what)]
+        if self.need:
+            parts.append(_sentence(f"Need: {self.need}"))
+        if self.have:
+            parts.append(_sentence(f"Have: {self.have}"))
+        if self.remedy:
+            parts.append(_sentence(f"To change: {self.remedy}"))
+        return " ".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), dict(self.__dict__), self.args)
+
+
+class InvalidSetting(UserError, ValueError):
+    """A setting that cannot be read or lies outside its range; ``knob`` and ``value`` are always set."""
+
+    def __init__(self, knob: str, value: object, what: str, *, remedy: str | None = None) -> None:
+        super().__init__(f"{knob} = {value!r}: {what}", knob=knob, value=value, remedy=remedy)
+
+
+class ModelNotFound(UserError):
+    """No such folder, file or hub model within reach."""
+
+
+class ModelConfigError(UserError):
+    """A config.json that cannot be read or lacks a field the cost model needs."""
+
+
+class UnsupportedModel(UserError):
+    """A model that this release refuses to run, with the reason."""
+
+
+class InputError(UserError):
+    """A prompt file, plan file, or one line of it, that cannot be used."""
+
+
+class DoesNotFit(UserError, MemoryError):
+    """The plan is refused. ``remedies`` were each checked by re-planning; ``where`` is "device" or "host"."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        need_bytes: int,
+        have_bytes: int,
+        remedies: Sequence[str] = (),
+        need: str | None = None,
+        have: str | None = None,
+        where: str = "device",
+    ) -> None:
+        self.need_bytes, self.have_bytes, self.where = need_bytes, have_bytes, where
+        self.remedies = tuple(remedies)
+        super().__init__(what, need=need, have=have, remedy="; or ".join(self.remedies) or None)
+
+    @property
+    def shortfall_bytes(self) -> int:
+        return max(0, self.need_bytes - self.have_bytes)
+
+
+class RequestRefused(UserError):
+    """One request that can never be served, refused on arrival; the others go on."""
+
+    def __init__(self, request_id: str, what: str, **fields: str | None) -> None:
+        self.request_id = request_id
+        super().__init__(what, knob=None, value=request_id, **fields)
+
+
+class DriverError(TonnageError):
+    """A device call failed. ``call`` is the driver function, ``code`` its error code or name."""
+
+    def __init__(self, call: str, code: str, detail: str = "") -> None:
+        self.call, self.code, self.detail = call, code, detail
+        super().__init__(f"{call} failed: {code}" + (f" ({detail})" if detail else ""))
+
+
+class DriverOOM(DriverError, MemoryError):
+    """A device call failed for want of memory."""
+
+
+class DriverUnsupported(DriverError):
+    """This device cannot do what was asked."""
+
+
+class DeviceLost(DriverError):
+    """The context is dead; every later call fails too."""
+
+
+class BufferOOM(TonnageError, MemoryError):
+    """The BufferManager could not get memory. Sizes in bytes."""
+
+    def __init__(self, *, size_bytes: int, used_bytes: int, capacity_bytes: int, owner: str, detail: str = "") -> None:
+        self.size_bytes, self.used_bytes, self.capacity_bytes = size_bytes, used_bytes, capacity_bytes
+        self.owner = owner
+        super().__init__(
+            f"{owner} asked for {size_bytes:,} bytes; {used_bytes:,} of {capacity_bytes:,} bytes are in use"
+            + (f" ({detail})" if detail else "")
+        )
+
+
+class DeclarationExceeded(TonnageError, MemoryError):
+    """A backend asked its scratch arena for more than it declared. Sizes in bytes."""
+
+    def __init__(self, *, backend: str, asked_bytes: int, declared_bytes: int, shape: object = None) -> None:
+        self.backend, self.asked_bytes, self.declared_bytes, self.shape = backend, asked_bytes, declared_bytes, shape
+        super().__init__(
+            f"attention backend {backend!r} asked for {asked_bytes:,} bytes of scratch but declared "
+            f"{declared_bytes:,}" + (f" for {shape}" if shape is not None else "")
+        )
+
+
+class StartupError(TonnageError):
+    """A stage of start-up failed; ``history`` holds one line per stage that ran, with memory before and after."""
+
+    def __init__(self, stage: str, cause: str, *, history: Sequence[str], remedy: str) -> None:
+        self.stage, self.cause, self.history, self.remedy = stage, cause, tuple(history), remedy
+        told = "; ".join(self.history) or "nothing ran before"
+        super().__init__(f"start-up failed in stage {stage!r}: {cause}. Before it: {told}. To change: {remedy}")
+
+
+class LedgerError(TonnageError):
+    """An account was used wrongly (closed twice, below zero ...): a defect of ours, never of the user."""
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _rebuild(cls: type[UserError], state: dict[str, object], args: tuple[object, ...]) -> UserError:
+    """Unpickle without calling the keyword-only constructors."""
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,75 @@
+"""How the KV cache lies in memory: slabs, groups of layers, and the parts of one block.
+
+The cost model makes a ``KVLayout`` and the allocator builds from the very same object, so the price of a block and
+its size cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+#: Bytes of one element, by the name the cost model and the engine share.
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8, "int64": 8,
+    "float32": 4, "int32": 4,
+    "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class KVGroupKind(StrEnum):
+    """Layers whose blocks live and die together."""
+
+    FULL = "full"
+    WINDOW = "window"
+    LATENT = "latent"
+    STATE = "state"
+    CROSS = "cross"
+
+
+class KVOrder(StrEnum):
+    """BLOCK_MAJOR: all layers of a group side by side inside one block. LAYER_MAJOR: one array per layer."""
+
+    BLOCK_MAJOR = "block_major"
+    LAYER_MAJOR = "layer_major"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One array inside a block: ``shape`` is per block, ``offset_bytes`` from the block's first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers of one lifetime. ``block_bytes`` holds ``block_tokens`` tokens of every layer in ``layers``.
+
+    ``window`` is in tokens and None for full attention.
+    """
+
+    name: str
+    kind: KVGroupKind
+    layers: tuple[int, ...]
+    window: int | None
+    block_tokens: int
+    block_bytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """The whole cache: equal slabs of ``slab_bytes``, each able to hold one block of any group."""
+
+    slab_bytes: int
+    order: KVOrder
+    groups: tuple[KVGroup, ...]

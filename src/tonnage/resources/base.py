@@ -1,0 +1,80 @@
+"""What every resource manager answers: how much there is, how much a request needs, and the hooks of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tonnage.config import Limits
+from tonnage.step import StepPlan, Txn
+from tonnage.terms import Claim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Admitted: ``units`` taken for the request's whole life, ``cached_tokens`` of its prompt already in the cache."""
+
+    cached_tokens: int = 0
+    units: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferral:
+    """Not now: ``manager`` has ``have`` units free and the request needs ``need``. Nothing was taken."""
+
+    manager: str
+    need: int
+    have: int
+
+
+class RequestView(Protocol):
+    """What a manager may know about a request. ``max_total_tokens`` = prompt + the most it may generate."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def max_total_tokens(self) -> int: ...
+
+
+class ResourceManager(Protocol):
+    """One countable resource. ``unit`` names what capacity, need and available are counted in.
+
+    after       managers whose hooks run first in ``admit`` and ``prepare`` (and last in ``free``)
+    may_refuse  whether a request that needs more than ``capacity`` is refused on arrival
+    rerunnable  whether a step may be run again after a failure: its state is as before
+    """
+
+    name: str
+    unit: str
+    after: frozenset[str]
+    may_refuse: bool
+    rerunnable: bool
+
+    def capacity(self) -> int: ...
+    def available(self) -> int: ...
+    def lifetime_need(self, request: RequestView) -> int:
+        """Units from nothing held to the end; more than ``capacity()``: refuse on arrival."""
+
+    def remaining(self, request: RequestView) -> int:
+        """Units still to come for a request that holds some: the sum that reserve-to-completion admission adds up."""
+
+    def claims(self, limits: Limits) -> Sequence[Claim]: ...
+    def probe(self, stage: str, limits: Limits) -> Sequence[RequestView]: ...
+    def admit(self, request: RequestView, txn: Txn) -> Grant | Deferral: ...
+    def prepare(self, plan: StepPlan, txn: Txn) -> None:
+        """Make ready what the step will write; may raise ``Veto``; registers its undo in ``txn``."""
+
+    def update(self, plan: StepPlan, outcome: object) -> None:
+        """Called with the step that finished (one behind under overlap)."""
+
+    def free(self, request_id: str, *, keep_cached: bool = True) -> None:
+        """Give everything back; idempotent, unknown ids are fine."""
+
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+    def stats(self) -> Mapping[str, int]: ...
