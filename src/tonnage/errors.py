@@ -18,6 +18,7 @@
     ├── BufferOOM                 the BufferManager's ladder is exhausted                     (also a MemoryError)
     ├── DeclarationExceeded       scratch asked for beyond what its backend declared          (also a MemoryError)
     ├── StartupError              a stage of start-up failed: stage, history, remedy
+    ├── ResourceError             a resource manager was used wrongly: a defect of ours
     └── LedgerError               an account was used wrongly: a defect of ours
 
 User errors carry the knob, the value, what was needed, what there is, and what to change. ``assert`` is for us.
@@ -175,6 +176,10 @@ class StartupError(TonnageError):
         self.stage, self.cause, self.history, self.remedy = stage, cause, tuple(history), remedy
         told = "; ".join(self.history) or "nothing ran before"
         super().__init__(f"start-up failed in stage {stage!r}: {cause}. Before it: {told}. To change: {remedy}")
+
+
+class ResourceError(TonnageError):
+    """A resource manager was used wrongly (freed twice, closed, unknown, cyclic): a defect of ours, never the user's."""
 
 
 class LedgerError(TonnageError):

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tonnage.units import ceil_div
+
 #: Bytes of one element, by the name the cost model and the engine share.
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8, "int64": 8,
@@ -73,3 +75,18 @@ class KVLayout:
     slab_bytes: int
     order: KVOrder
     groups: tuple[KVGroup, ...]
+
+
+def blocks_per_sequence(max_seq_len: int, block_tokens: int) -> int:
+    """KV blocks of ``block_tokens`` tokens that the longest sequence fills: the width of the page table."""
+    return ceil_div(max_seq_len, block_tokens)
+
+
+def table_bytes(*, max_batch_size: int, max_seq_len: int, block_tokens: int) -> int:
+    """Bytes of the page table: int32 ``[max_batch_size, blocks_per_sequence]``, one row for every running sequence."""
+    return max_batch_size * blocks_per_sequence(max_seq_len, block_tokens) * DTYPE_BYTES["int32"]
+
+
+def metadata_bytes_per_block() -> int:
+    """Bytes of bookkeeping the block pool keeps for every block: its place in the free stack and its reference count."""
+    return 2 * DTYPE_BYTES["int32"]
