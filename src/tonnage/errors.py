@@ -179,7 +179,7 @@ class StartupError(TonnageError):
 
 
 class ResourceError(TonnageError):
-    """A resource manager was used wrongly (freed twice, closed, unknown, cyclic): a defect of ours, never the user's."""
+    """A resource manager was used wrongly (freed twice, closed, unknown, cyclic): a defect, never the user's."""
 
 
 class LedgerError(TonnageError):

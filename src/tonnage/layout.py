@@ -88,5 +88,5 @@ def table_bytes(*, max_batch_size: int, max_seq_len: int, block_tokens: int) -> 
 
 
 def metadata_bytes_per_block() -> int:
-    """Bytes of bookkeeping the block pool keeps for every block: its place in the free stack and its reference count."""
+    """Bytes of bookkeeping the block pool keeps for one block: its place in the free stack and its reference count."""
     return 2 * DTYPE_BYTES["int32"]
