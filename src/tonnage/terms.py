@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from tonnage.config import Knobs, Limits
+from tonnage.config import Knobs, LimitKnobs, Limits
 from tonnage.layout import KVLayout
 
 PLAN_SCHEMA = "tonnage.plan/1"
@@ -343,6 +343,7 @@ class MemoryPlan:
     """One rank's partition of its device, with the derivation, the caps and the pool.
 
     max_concurrency: sequences of ``limits.max_seq_len`` tokens that the pool holds at once (whole ones).
+    limit_knobs: what was asked about shapes, so that reports can say where each of ``limits`` came from.
     """
 
     schema: str = PLAN_SCHEMA
@@ -361,6 +362,7 @@ class MemoryPlan:
     limits: Limits
     fingerprint: str
     warnings: tuple[str, ...] = ()
+    limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
 
     def line(self, kind: LineKind) -> Line | None:
         """The top-level line of that kind, or None where the plan has none."""
