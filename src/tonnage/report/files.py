@@ -1,0 +1,66 @@
+"""Files that Tonnage writes: read whichever kind it is, and never write over one unasked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tonnage.errors import InputError
+from tonnage.report import codec
+from tonnage.report.plan_json import PlanFile, plan_from
+from tonnage.report.run_json import RunFile, run_from
+from tonnage.terms import PLAN_SCHEMA, RUN_SCHEMA
+
+
+def read_file(path: str | Path) -> PlanFile | RunFile:
+    """A plan file or a run file. Raises ``InputError`` with the path and what is wrong with it."""
+    document = codec.loads(_text(Path(path)), file=str(path))
+    kind = str(document.get("schema")).split("/")[0]
+    if kind == RUN_SCHEMA.split("/")[0]:
+        return run_from(document, file=str(path))
+    if kind == PLAN_SCHEMA.split("/")[0]:
+        return plan_from(document, file=str(path))
+    raise InputError(
+        f"{path} has schema {document.get('schema')!r}, which is neither a plan nor a run",
+        value=str(path),
+        remedy="give a file that tonnage wrote with --output, --run-file or --json",
+    )
+
+
+def check_writable(path: str | Path, *, force: bool, flag: str) -> Path:
+    """Refuse an existing file (unless ``force``) and a folder that is not there, before any work is done."""
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"{flag} {target} is a folder", knob=flag, value=str(path), remedy="name a file")
+    if target.exists() and not force:
+        raise InputError(
+            f"{flag} {target} exists", knob=flag, value=str(path), remedy="choose another name, or add --force"
+        )
+    if not target.parent.is_dir():
+        raise InputError(
+            f"{flag} {target}: there is no folder {target.parent}",
+            knob=flag,
+            value=str(path),
+            remedy=f"make it first: mkdir -p {target.parent}",
+        )
+    return target
+
+
+def write_file(path: str | Path, text: str, *, force: bool, flag: str) -> None:
+    """Write ``text`` whole. Raises ``InputError`` where the file exists or cannot be written."""
+    target = check_writable(path, force=force, flag=flag)
+    try:
+        with target.open("w" if force else "x", encoding="utf-8", newline="\n") as out:
+            out.write(text)
+    except OSError as fault:
+        raise InputError(f"{flag} {target} cannot be written: {fault.strerror}", knob=flag, value=str(path)) from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}", value=str(path), remedy="check the path") from None
+    except OSError as fault:
+        raise InputError(f"{path} cannot be read: {fault.strerror}", value=str(path)) from None
+    except UnicodeDecodeError as fault:
+        raise InputError(f"{path} is not UTF-8 text (byte {fault.start})", value=str(path)) from None

@@ -1,0 +1,92 @@
+"""A ``MemoryPlan`` as canonical JSON, schema ``tonnage.plan/1``, and back.
+
+The object under ``kv`` also carries what readers want ready-made (``blocks``, ``block_bytes``, ``block_tokens``,
+``bytes_per_token``). These follow from the layout: a file in which they disagree with it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from tonnage.report import codec
+from tonnage.terms import PLAN_SCHEMA, KVPool, Line, MemoryPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan as it was read; ``extra`` holds, by path, the keys that this release does not know."""
+
+    plan: MemoryPlan
+    extra: Mapping[codec.Path, object] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The file again, unknown keys included."""
+        return codec.dumps(codec.overlay(plan_document(self.plan), dict(self.extra)))
+
+
+def plan_text(plan: MemoryPlan) -> str:
+    """Canonical JSON text of a plan."""
+    return codec.dumps(plan_document(plan))
+
+
+def plan_document(plan: MemoryPlan) -> dict[str, Any]:
+    """The plan as plain JSON values."""
+    document: dict[str, Any] = codec.to_json(plan)
+    document["kv"] |= derived(plan.kv)
+    return document
+
+
+def bytes_per_token(kv: KVPool) -> Fraction:
+    """Bytes that one more token costs in the pool: every group's block divided by its tokens."""
+    return sum((Fraction(group.block_bytes, group.block_tokens) for group in kv.layout.groups), Fraction(0))
+
+
+def derived(kv: KVPool) -> dict[str, Any]:
+    """What the file repeats for its readers' convenience; ``bytes_per_token`` is text ("a/b") where it is not whole."""
+    each = bytes_per_token(kv)
+    return {
+        "blocks": kv.num_slabs,
+        "block_bytes": kv.layout.slab_bytes,
+        "block_tokens": min((group.block_tokens for group in kv.layout.groups), default=0),
+        "bytes_per_token": int(each) if each.denominator == 1 else str(each),
+    }
+
+
+def parse_plan(text: str, *, file: str) -> PlanFile:
+    """Raises ``InputError`` for text that is not JSON, a schema this release does not read, or a wrong value."""
+    return plan_from(codec.loads(text, file=file), file=file)
+
+
+def plan_from(document: Mapping[str, Any], *, file: str, at: codec.Path = ()) -> PlanFile:
+    """A plan from JSON values; ``at`` is its place inside a larger file. Raises ``InputError``."""
+    codec.check_schema(document, expected=PLAN_SCHEMA, file=file)
+    reader = codec.Reader(file)
+    bare, repeated = _without_derived(document)
+    plan = reader.read(MemoryPlan, bare, at)
+    for name, value in derived(plan.kv).items():
+        if repeated.get(name, value) != value:
+            reader.fail((*at, "kv", name), f"is {repeated[name]!r}, but the layout makes it {value!r}")
+    _check_partition(plan, reader, at)
+    return PlanFile(plan, {path[len(at) :]: value for path, value in reader.unknown.items()})
+
+
+def _without_derived(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    kv = document.get("kv")
+    if not isinstance(kv, dict):
+        return dict(document), {}
+    names = ("blocks", "block_bytes", "block_tokens", "bytes_per_token")
+    bare = {key: value for key, value in kv.items() if key not in names}
+    return {**document, "kv": bare}, {name: kv[name] for name in names if name in kv}
+
+
+def _check_partition(plan: MemoryPlan, reader: codec.Reader, at: codec.Path) -> None:
+    """A plan whose lines do not add up is not a plan, and no table of it would be true."""
+    negative: Line | None = next((line for line in plan.lines if line.bytes < 0), None)
+    if negative is not None:
+        reader.fail((*at, "lines"), f"line {negative.name!r} is negative")
+    total = sum(line.bytes for line in plan.lines)
+    if total != plan.device_bytes:
+        reader.fail((*at, "lines"), f"the lines come to {total:,} bytes, the device has {plan.device_bytes:,}")
