@@ -7,6 +7,7 @@ All are frozen and keyword-only. Bytes and tokens are ``int``; ``device_bytes`` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -233,6 +234,31 @@ class Scratch(ABC):
             per_token=-(-(at(0, tokens, 0) - fixed) // tokens),
             per_attended_token=-(-(at(0, 0, attended) - fixed) // attended),
         )
+
+
+def worst_shape(limits: Limits) -> StepShape:
+    """The largest value of every field at once: no admissible step exceeds it in any of them.
+
+    ``Scratch.bytes_at`` never decreases, so bytes at this shape are enough for every step. Rows may all be prefill
+    or all decode, so both counts stand at their maximum although one step cannot have both.
+    """
+    rows = min(limits.max_batch_size, limits.max_num_tokens)
+    return StepShape(
+        num_tokens=limits.max_num_tokens,
+        prefill_tokens=limits.max_num_tokens,
+        prefill_rows=rows,
+        decode_rows=rows,
+        attended_tokens=rows * limits.max_seq_len,
+        max_row_tokens=limits.max_seq_len,
+        logits_rows=limits.max_logits_rows,
+        captured=bool(limits.graph_batch_sizes),
+    )
+
+
+def worst_bytes(declarations: Iterable[Scratch], limits: Limits, chip: Chip) -> int:
+    """Bytes of one arena that serves every declaration in turn at the limits: their maximum, 0 for none."""
+    shape = worst_shape(limits)
+    return max((declaration.bytes_at(shape, chip) for declaration in declarations), default=0)
 
 
 Cost: TypeAlias = Fixed | PerBlock | Scratch
