@@ -1,1 +1,29 @@
+"""Attention kernels over paged KV: one file per backend, one row in ``BACKENDS``.
 
+The scratch of each is declared, without torch, in ``tonnage.declarations`` under the same name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from tonnage.errors import InvalidSetting
+
+if TYPE_CHECKING:
+    import torch
+
+    from tonnage.attention.base import Backend
+
+BACKENDS: dict[str, str] = {
+    "sdpa": "tonnage.attention.sdpa:SdpaBackend",
+}
+
+
+def make_backend(name: str, pool: torch.Tensor) -> Backend:
+    """The backend ``name`` over ``pool`` [num_slabs, layers, 2, B, Hkv, D]. Raises ``InvalidSetting`` if unknown."""
+    if name not in BACKENDS:
+        raise InvalidSetting("attention", name, "no such backend", remedy=f"use one of {', '.join(BACKENDS)}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), attribute)(pool)
+    return backend

