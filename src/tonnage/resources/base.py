@@ -28,8 +28,21 @@ class Deferral:
     have: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Never: ``manager`` owns ``have`` units (named ``unit``) in all and the request needs ``need``."""
+
+    manager: str
+    unit: str
+    need: int
+    have: int
+
+
 class RequestView(Protocol):
-    """What a manager may know about a request. ``max_total_tokens`` = prompt + the most it may generate."""
+    """What a manager may know about a request. ``max_total_tokens`` = prompt + the most it may generate.
+
+    num_computed_tokens: tokens whose KV entries exist; 0 for a request that arrives.
+    """
 
     @property
     def id(self) -> str: ...
@@ -41,6 +54,16 @@ class RequestView(Protocol):
     def max_total_tokens(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """A stand-in that a manager asks the engine to run, so that the measured peak holds what the manager causes."""
+
+    id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int = 0
+    max_total_tokens: int
+
+
 class ResourceManager(Protocol):
     """One countable resource. ``unit`` names what capacity, need and available are counted in.
 
@@ -49,11 +72,16 @@ class ResourceManager(Protocol):
     rerunnable  whether a step may be run again after a failure: its state is as before
     """
 
-    name: str
-    unit: str
-    after: frozenset[str]
-    may_refuse: bool
-    rerunnable: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def after(self) -> frozenset[str]: ...
+    @property
+    def may_refuse(self) -> bool: ...
+    @property
+    def rerunnable(self) -> bool: ...
 
     def capacity(self) -> int: ...
     def available(self) -> int: ...
@@ -63,9 +91,15 @@ class ResourceManager(Protocol):
     def remaining(self, request: RequestView) -> int:
         """Units still to come for a request that holds some: the sum that reserve-to-completion admission adds up."""
 
-    def claims(self, limits: Limits) -> Sequence[Claim]: ...
-    def probe(self, stage: str, limits: Limits) -> Sequence[RequestView]: ...
-    def admit(self, request: RequestView, txn: Txn) -> Grant | Deferral: ...
+    def claims(self, limits: Limits) -> Sequence[Claim]:
+        """The memory this manager takes under ``limits``, for the planner."""
+
+    def probe(self, stage: str, limits: Limits) -> Sequence[RequestView]:
+        """Stand-ins whose step ("prefill", "decode") shows this manager's peak; takes nothing."""
+
+    def admit(self, request: RequestView, txn: Txn) -> Grant | Deferral:
+        """Take what the request needs for its whole life and register the undo, or take nothing."""
+
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Make ready what the step will write; may raise ``Veto``; registers its undo in ``txn``."""
 
@@ -75,6 +109,10 @@ class ResourceManager(Protocol):
     def free(self, request_id: str, *, keep_cached: bool = True) -> None:
         """Give everything back; idempotent, unknown ids are fine."""
 
-    def reset(self) -> None: ...
-    def close(self) -> None: ...
+    def reset(self) -> None:
+        """As after construction: nothing held."""
+
+    def close(self) -> None:
+        """Give everything up; idempotent. ``admit`` and ``prepare`` raise ``ResourceError`` afterwards."""
+
     def stats(self) -> Mapping[str, int]: ...

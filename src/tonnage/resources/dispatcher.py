@@ -1,0 +1,131 @@
+"""All resource managers as one: hooks in dependency order, admission all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from tonnage.config import Limits
+from tonnage.errors import ResourceError
+from tonnage.resources.base import Deferral, Grant, Refusal, RequestView, ResourceManager
+from tonnage.step import StepPlan, Txn
+from tonnage.terms import Claim
+
+
+class Dispatcher:
+    """Runs each hook over ``managers`` in the order that their ``after`` declares; ties keep the order given.
+
+    ``admit``, ``prepare`` and ``update`` go forward; ``free``, ``reset`` and ``close`` go backward and give every
+    manager its turn even if one raises (the first error is raised at the end).
+    Raises ``ResourceError`` for two managers of one name, an unknown name in ``after``, or a cycle.
+    """
+
+    def __init__(self, managers: Sequence[ResourceManager]) -> None:
+        self.managers = _in_order(managers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(manager.name for manager in self.managers)
+
+    def claims(self, limits: Limits) -> tuple[Claim, ...]:
+        return tuple(claim for manager in self.managers for claim in manager.claims(limits))
+
+    def refusals(self, request: RequestView) -> tuple[Refusal, ...]:
+        """Who can never serve the request. Empty: it fits once enough others have finished."""
+        needs = ((manager, manager.lifetime_need(request)) for manager in self.managers if manager.may_refuse)
+        return tuple(
+            Refusal(manager=manager.name, unit=manager.unit, need=need, have=manager.capacity())
+            for manager, need in needs
+            if need > manager.capacity()
+        )
+
+    def admit(self, request: RequestView, txn: Txn | None = None) -> Mapping[str, Grant] | Deferral:
+        """Every manager's grant by name, or the first deferral, with what earlier managers took given back.
+
+        With ``txn`` (a step's) its rollback takes the admission back as well; without, the admission is final.
+        """
+        own = Txn()
+        try:
+            answer = self._admit_all(request, own)
+        except BaseException:
+            own.rollback()
+            raise
+        if isinstance(answer, Deferral):
+            own.rollback()
+        elif txn is not None:
+            txn.undo(own.rollback)
+        else:
+            own.commit()
+        return answer
+
+    @contextmanager
+    def holding(self, requests: Iterable[RequestView]) -> Iterator[None]:
+        """Admit probe requests and free them on the way out, whatever happens; a deferral is a ``ResourceError``."""
+        admitted: list[str] = []
+        try:
+            for request in requests:
+                if isinstance(answer := self.admit(request), Deferral):
+                    raise ResourceError(f"probe {request.id!r} needs {answer.need} of {answer.manager}: {answer.have}")
+                admitted.append(request.id)
+            yield
+        finally:
+            for request_id in reversed(admitted):
+                self.free(request_id)
+
+    def prepare(self, plan: StepPlan, txn: Txn) -> None:
+        """Raises what a manager raises; the caller rolls ``txn`` back, which undoes the managers before it."""
+        for manager in self.managers:
+            manager.prepare(plan, txn)
+
+    def update(self, plan: StepPlan, outcome: object) -> None:
+        for manager in self.managers:
+            manager.update(plan, outcome)
+
+    def free(self, request_id: str, *, keep_cached: bool = True) -> None:
+        self._backward(lambda manager: manager.free(request_id, keep_cached=keep_cached))
+
+    def reset(self) -> None:
+        self._backward(lambda manager: manager.reset())
+
+    def close(self) -> None:
+        self._backward(lambda manager: manager.close())
+
+    def stats(self) -> dict[str, int]:
+        """Each manager's counts under ``NAME.KEY``."""
+        return {f"{m.name}.{key}": value for m in self.managers for key, value in m.stats().items()}
+
+    def _admit_all(self, request: RequestView, txn: Txn) -> Mapping[str, Grant] | Deferral:
+        grants: dict[str, Grant] = {}
+        for manager in self.managers:
+            answer = manager.admit(request, txn)
+            if isinstance(answer, Deferral):
+                return answer
+            grants[manager.name] = answer
+        return grants
+
+    def _backward(self, call: Callable[[ResourceManager], None]) -> None:
+        # An undo list does just this: newest first, and an error does not rob the others of their turn.
+        turns = Txn()
+        for manager in self.managers:
+            turns.undo(partial(call, manager))
+        turns.rollback()
+
+
+def _in_order(managers: Sequence[ResourceManager]) -> tuple[ResourceManager, ...]:
+    names = [manager.name for manager in managers]
+    if len(set(names)) != len(names):
+        raise ResourceError(f"two resource managers share a name: {', '.join(names)}")
+    for manager in managers:
+        if unknown := manager.after - set(names):
+            raise ResourceError(f"manager {manager.name!r} comes after {', '.join(sorted(unknown))}, which nobody is")
+    ordered: list[ResourceManager] = []
+    waiting = list(managers)
+    while waiting:
+        placed = {manager.name for manager in ordered}
+        ready = next((manager for manager in waiting if manager.after <= placed), None)
+        if ready is None:
+            raise ResourceError(f"managers wait for each other: {', '.join(manager.name for manager in waiting)}")
+        ordered.append(ready)
+        waiting.remove(ready)
+    return tuple(ordered)

@@ -1,0 +1,208 @@
+"""One suite for every resource manager: a new manager is one more row of ``MANAGERS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tonnage.config import Limits
+from tonnage.errors import ResourceError
+from tonnage.resources.base import Deferral, Grant, ProbeRequest, ResourceManager
+from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.dispatcher import Dispatcher
+from tonnage.resources.kv import KVManager
+from tonnage.resources.slots import SlotManager
+from tonnage.step import StepItem, StepPlan, Txn
+
+LIMITS = Limits(max_seq_len=32, max_batch_size=4, max_num_tokens=64, max_logits_rows=4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """``make`` builds the manager after those it depends on; ``state`` is all that a rollback must restore."""
+
+    make: Callable[[], tuple[ResourceManager, ...]]
+    state: Callable[[ResourceManager], object]
+
+
+def _kv(slots: SlotManager | None) -> KVManager:
+    return KVManager(BlockPool(12), block_tokens=4, max_seq_len=32, max_batch_size=4, slots=slots)
+
+
+def _kv_after_slots() -> tuple[ResourceManager, ...]:
+    slots = SlotManager(4)
+    return slots, _kv(slots)
+
+
+def _kv_state(kv: KVManager) -> object:
+    return kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.stats()["sequences"]
+
+
+MANAGERS = {
+    "slots": Row(lambda: (SlotManager(4),), lambda slots: dict(slots.stats())),
+    "kv": Row(lambda: (_kv(None),), _kv_state),
+    "kv after slots": Row(_kv_after_slots, _kv_state),
+}
+
+
+class Bench:
+    """A manager (the last made) behind a dispatcher."""
+
+    def __init__(self, row: Row) -> None:
+        self.managers = row.make()
+        self.manager = self.managers[-1]
+        self.dispatcher = Dispatcher(self.managers)
+        self._state = row.state
+
+    def state(self) -> object:
+        return self._state(self.manager)
+
+    def fill(self) -> list[ProbeRequest]:
+        """Requests of different lengths, admitted until one is deferred."""
+        admitted: list[ProbeRequest] = []
+        while True:
+            request = _request(f"r{len(admitted)}", prompt=3 + 4 * len(admitted))
+            if isinstance(self.dispatcher.admit(request), Deferral):
+                return admitted
+            admitted.append(request)
+
+    def step(self, requests: list[ProbeRequest], txn: Txn) -> StepPlan:
+        plan = _prefill(requests)
+        self.dispatcher.prepare(plan, txn)
+        return plan
+
+
+def _request(name: str, *, prompt: int = 6, new: int = 3) -> ProbeRequest:
+    return ProbeRequest(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new)
+
+
+def _prefill(requests: list[ProbeRequest]) -> StepPlan:
+    return StepPlan.of(
+        0,
+        tuple(
+            StepItem(request_id=request.id, start=0, count=request.num_prompt_tokens, samples=True)
+            for request in requests
+        ),
+    )
+
+
+@pytest.fixture(params=MANAGERS.values(), ids=MANAGERS.keys())
+def bench(request):
+    return Bench(request.param)
+
+
+def test_capacity_returns_to_the_start(bench):
+    capacity = bench.manager.capacity()
+    for _ in range(3):
+        requests, txn = bench.fill(), Txn()
+        assert requests
+        plan = bench.step(requests, txn)
+        txn.commit()
+        bench.dispatcher.update(plan, None)
+        for request in requests:
+            bench.dispatcher.free(request.id)
+        assert bench.manager.available() == bench.manager.capacity() == capacity
+    bench.dispatcher.reset()
+    assert bench.manager.available() == capacity
+
+
+def test_reset_gives_everything_up(bench):
+    bench.step(bench.fill(), Txn())
+    bench.dispatcher.reset()
+    assert bench.manager.available() == bench.manager.capacity()
+    assert bench.fill()
+
+
+def test_nothing_is_freed_twice(bench):
+    requests = bench.fill()
+    bench.step(requests, Txn())
+    bench.dispatcher.free(requests[0].id)
+    once, available = bench.state(), bench.manager.available()
+    bench.dispatcher.free(requests[0].id)
+    bench.dispatcher.free("nobody")
+    assert (bench.state(), bench.manager.available()) == (once, available)
+
+
+def test_what_is_taken_is_what_was_needed(bench):
+    """The need covers everything that is taken later, and what is still to come never grows."""
+    request, before = _request("a"), bench.manager.available()
+    need = bench.manager.lifetime_need(request)
+    grants = bench.dispatcher.admit(request)
+    assert grants[bench.manager.name] == Grant(units=need)
+    assert before - bench.manager.available() == need
+    remaining = bench.manager.remaining(request)
+    assert remaining <= need
+    bench.step([request], Txn())
+    assert before - bench.manager.available() == need
+    assert bench.manager.remaining(request) <= remaining
+
+
+def test_a_deferral_leaves_no_trace(bench):
+    bench.fill()
+    before, txn = bench.state(), Txn()
+    answer = bench.dispatcher.admit(_request("late", prompt=20), txn)
+    assert isinstance(answer, Deferral)
+    assert answer.need > answer.have
+    assert bench.state() == before
+
+
+def test_a_failure_in_the_middle_of_admission_leaves_no_trace(bench):
+    class Failing(SlotManager):
+        name = "failing"
+        after = frozenset({bench.manager.name})
+
+        def admit(self, request, txn):
+            raise MemoryError
+
+    dispatcher = Dispatcher([*bench.managers, Failing(1)])
+    before = bench.state()
+    with pytest.raises(MemoryError):
+        dispatcher.admit(_request("a"))
+    assert bench.state() == before
+
+
+def test_a_step_taken_back_leaves_no_trace(bench):
+    requests = bench.fill()
+    before, txn = bench.state(), Txn()
+    bench.step(requests, txn)
+    txn.rollback()
+    assert bench.state() == before
+    bench.step(requests, Txn())
+
+
+def test_two_admissions_of_one_request_are_refused(bench):
+    request = _request("a")
+    bench.dispatcher.admit(request)
+    before = bench.state()
+    with pytest.raises(ResourceError):
+        bench.dispatcher.admit(request)
+    assert bench.state() == before
+
+
+def test_closing_twice_is_closing_once(bench):
+    bench.step(bench.fill(), Txn())
+    bench.dispatcher.close()
+    bench.dispatcher.close()
+    assert bench.manager.available() == bench.manager.capacity()
+    bench.manager.free("r0")
+    with pytest.raises(ResourceError):
+        bench.manager.admit(_request("b"), Txn())
+    with pytest.raises(ResourceError):
+        bench.manager.prepare(_prefill([_request("b")]), Txn())
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode", "unheard of"])
+def test_probes_take_nothing_and_have_names_of_their_own(bench, stage):
+    before = bench.state()
+    probes = bench.manager.probe(stage, LIMITS)
+    assert bench.state() == before
+    assert len({probe.id for probe in probes}) == len(probes)
+
+
+def test_claims_and_statistics_carry_whole_numbers(bench):
+    for claim in bench.manager.claims(LIMITS):
+        assert claim.owner == bench.manager.name
+        assert claim.reason
+    assert all(type(value) is int for value in bench.manager.stats().values())

@@ -1,0 +1,205 @@
+"""The dispatcher: order by declaration, admission all or nothing, every manager gets its turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.errors import ResourceError
+from tonnage.resources.base import Deferral, Grant, ProbeRequest, Refusal
+from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.dispatcher import Dispatcher
+from tonnage.resources.kv import KVManager
+from tonnage.resources.slots import SlotManager
+from tonnage.step import StepPlan, Txn
+
+
+class Recorder:
+    """A manager without limits that writes every call of it into ``log``; ``failing`` names the call that raises."""
+
+    unit = "thing"
+    may_refuse = False
+    rerunnable = True
+
+    def __init__(self, name: str, *, after: tuple[str, ...] = (), log: list[str] | None = None, failing: str = ""):
+        self.name, self.after, self.failing = name, frozenset(after), failing
+        self.log = log if log is not None else []
+
+    def _call(self, what: str) -> None:
+        self.log.append(f"{self.name}.{what}")
+        if what == self.failing:
+            raise RuntimeError(self.name)
+
+    def capacity(self):
+        return 0
+
+    def available(self):
+        return 0
+
+    def lifetime_need(self, request):
+        return 1
+
+    def remaining(self, request):
+        return 1
+
+    def claims(self, limits):
+        return ()
+
+    def probe(self, stage, limits):
+        return ()
+
+    def admit(self, request, txn):
+        txn.undo(lambda: self.log.append(f"{self.name}.undo"))
+        self._call("admit")
+        return Grant(cached_tokens=3)
+
+    def prepare(self, plan, txn):
+        self._call("prepare")
+
+    def update(self, plan, outcome):
+        self._call("update")
+
+    def free(self, request_id, *, keep_cached=True):
+        self._call("free")
+
+    def reset(self):
+        self._call("reset")
+
+    def close(self):
+        self._call("close")
+
+    def stats(self):
+        return {"calls": len(self.log)}
+
+
+def request(name: str = "a", prompt: int = 4, new: int = 1) -> ProbeRequest:
+    return ProbeRequest(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new)
+
+
+def real(num_blocks: int = 4, num_slots: int = 2) -> tuple[Dispatcher, KVManager, SlotManager]:
+    slots = SlotManager(num_slots)
+    kv = KVManager(BlockPool(num_blocks), block_tokens=4, max_seq_len=64, max_batch_size=num_slots, slots=slots)
+    return Dispatcher([kv, slots]), kv, slots
+
+
+@pytest.mark.parametrize(
+    ("declared", "order"),
+    [
+        ({"a": (), "b": (), "c": ()}, "abc"),
+        ({"a": ("c",), "b": (), "c": ()}, "bca"),
+        ({"a": ("b", "c"), "b": ("c",), "c": ()}, "cba"),
+        ({}, ""),
+    ],
+)
+def test_declared_order_then_order_given(declared, order):
+    managers = [Recorder(name, after=after) for name, after in declared.items()]
+    assert "".join(Dispatcher(managers).names) == order
+
+
+@pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        ([("a", ("b",)), ("b", ("a",))], "wait for each other: a, b"),
+        ([("a", ("a",))], "wait for each other: a"),
+        ([("a", ("x",))], "'a' comes after x, which nobody is"),
+        ([("a", ()), ("a", ())], "share a name"),
+    ],
+)
+def test_an_impossible_order_is_told(declared, told):
+    with pytest.raises(ResourceError, match=told):
+        Dispatcher([Recorder(name, after=after) for name, after in declared])
+
+
+def test_forward_hooks_go_forward_and_the_others_backward():
+    log: list[str] = []
+    dispatcher = Dispatcher([Recorder(name, log=log) for name in "ab"])
+    plan, txn = StepPlan.of(0, ()), Txn()
+    dispatcher.admit(request())
+    dispatcher.prepare(plan, txn)
+    dispatcher.update(plan, None)
+    dispatcher.free("a")
+    dispatcher.reset()
+    dispatcher.close()
+    forward = [f"{name}.{call}" for call in ("admit", "prepare", "update") for name in "ab"]
+    assert log == forward + [f"{name}.{call}" for call in ("free", "reset", "close") for name in "ba"]
+
+
+@pytest.mark.parametrize("call", ["free", "reset", "close"])
+def test_every_manager_gets_its_turn(call):
+    log: list[str] = []
+    dispatcher = Dispatcher([Recorder("a", log=log), Recorder("b", log=log, failing=call)])
+    with pytest.raises(RuntimeError, match="b"):
+        getattr(dispatcher, call)(*(["x"] if call == "free" else []))
+    assert log == [f"b.{call}", f"a.{call}"]
+
+
+def test_a_deferral_gives_back_what_was_taken():
+    dispatcher, kv, slots = real()
+    assert isinstance(dispatcher.admit(request("a", 12)), dict)
+    assert dispatcher.admit(request("b", 8)) == Deferral(manager="kv", need=2, have=1)
+    assert (slots.available(), kv.available()) == (1, 1)
+
+
+def test_an_error_gives_back_what_was_taken():
+    log: list[str] = []
+    dispatcher = Dispatcher([Recorder("a", log=log), Recorder("b", log=log, failing="admit")])
+    with pytest.raises(RuntimeError):
+        dispatcher.admit(request())
+    assert log == ["a.admit", "b.admit", "b.undo", "a.undo"]
+
+
+def test_the_step_s_rollback_takes_admissions_back():
+    dispatcher, kv, slots = real()
+    txn = Txn()
+    grants = dispatcher.admit(request("a", 12), txn)
+    assert grants == {"slots": Grant(units=1), "kv": Grant(units=3)}
+    assert dispatcher.admit(request("b", 12), txn) == Deferral(manager="kv", need=3, have=1)
+    assert slots.slot_of("a") == 0
+    txn.rollback()
+    assert (slots.available(), kv.available()) == (2, 4)
+
+
+def test_an_admission_outside_a_step_is_final():
+    dispatcher, kv, _ = real()
+    dispatcher.admit(request("a", 12))
+    assert kv.available() == 1
+
+
+def test_refused_on_arrival_with_need_and_have():
+    dispatcher, _, _ = real()
+    assert dispatcher.refusals(request("a", 16)) == ()
+    assert dispatcher.refusals(request("a", 17)) == (Refusal(manager="kv", unit="block", need=5, have=4),)
+
+
+def test_who_may_not_refuse_does_not():
+    assert Dispatcher([Recorder("a")]).refusals(request()) == ()
+
+
+def test_statistics_carry_the_manager_s_name():
+    dispatcher, _, _ = real()
+    stats = dispatcher.stats()
+    assert (stats["slots.capacity"], stats["kv.capacity"], stats["kv.available"]) == (2, 4, 4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_probe_requests_are_given_back_whatever_happens(fails):
+    dispatcher, kv, slots = real()
+
+    def probe() -> None:
+        with dispatcher.holding([request("a", 8), request("b", 4)]):
+            assert kv.available() == 1
+            if fails:
+                raise RuntimeError("out of memory")
+
+    if fails:
+        with pytest.raises(RuntimeError):
+            probe()
+    else:
+        probe()
+    assert (slots.available(), kv.available()) == (2, 4)
+
+
+def test_probe_requests_that_do_not_fit_are_given_back_too():
+    dispatcher, kv, slots = real()
+    with pytest.raises(ResourceError, match="probe 'b'"), dispatcher.holding([request("a", 12), request("b", 12)]):
+        pass
+    assert (slots.available(), kv.available()) == (2, 4)

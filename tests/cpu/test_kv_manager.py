@@ -1,0 +1,249 @@
+"""KV blocks: whole lives are reserved exactly, pages arrive lazily, and a rollback leaves no trace."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tonnage.config import Limits
+from tonnage.errors import ResourceError
+from tonnage.layout import metadata_bytes_per_block, table_bytes
+from tonnage.resources.base import Deferral, Grant, ProbeRequest
+from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.kv import KVManager, Watermarks
+from tonnage.resources.slots import SlotManager
+from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.terms import Fixed, LineKind, PerBlock
+
+
+def manager(num_blocks: int = 8, *, block_tokens: int = 4, max_seq_len: int = 20, max_batch_size: int = 3) -> KVManager:
+    pool = BlockPool(num_blocks)
+    return KVManager(pool, block_tokens=block_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size)
+
+
+def request(name: str, prompt: int, new: int) -> ProbeRequest:
+    return ProbeRequest(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new)
+
+
+def step(*items: tuple[str, int, int]) -> StepPlan:
+    return StepPlan.of(
+        0, tuple(StepItem(request_id=name, start=start, count=count, samples=True) for name, start, count in items)
+    )
+
+
+def run(kv: KVManager, plan: StepPlan) -> None:
+    txn = Txn()
+    kv.prepare(plan, txn)
+    txn.commit()
+    kv.update(plan, None)
+
+
+# Whole-life blocks of a prompt of P tokens and M new ones; the "total" column of the reference's arithmetic at 32
+# tokens a block, where beams are 1. Where P + M - 1 ends on a block boundary ours is one less: the last sampled token
+# is never fed back, so its entries are never written.
+WHOLE_LIFE = [
+    (100, 60, 32, 5),
+    (128, 32, 32, 5),
+    (31, 1, 32, 1),
+    (100, 61, 32, 5),  # the reference says 6
+    (100, 62, 32, 6),
+    (32, 1, 32, 1),  # the reference says 2
+    (1, 1, 16, 1),
+    (16, 2, 16, 2),
+    (5, 0, 4, 2),  # nothing is generated, the prompt is still computed
+]
+
+
+@pytest.mark.parametrize(("prompt", "new", "block_tokens", "blocks"), WHOLE_LIFE)
+def test_whole_life_blocks(prompt, new, block_tokens, blocks):
+    kv = manager(block_tokens=block_tokens, max_seq_len=256)
+    assert kv.lifetime_need(request("a", prompt, new)) == blocks
+
+
+def test_a_life_uses_exactly_its_reservation():
+    kv = manager()
+    wanted = request("a", 6, 11)
+    assert kv.admit(wanted, Txn()) == Grant(units=4)
+    run(kv, step(("a", 0, 6)))
+    remaining = [kv.remaining(wanted)]
+    for position in range(6, 16):
+        run(kv, step(("a", position, 1)))
+        remaining.append(kv.remaining(wanted))
+    assert remaining == sorted(remaining, reverse=True)
+    assert remaining[-1] == 0
+    with pytest.raises(ResourceError, match="past its 4 blocks"):
+        kv.prepare(step(("a", 16, 1)), Txn())
+
+
+def test_blocks_arrive_when_they_are_written():
+    kv = manager()
+    kv.admit(request("a", 6, 8), Txn())
+    assert (kv.available(), kv.pool.num_used) == (4, 0)
+    run(kv, step(("a", 0, 4)))
+    assert kv.block_ids("a").tolist() == [0]
+    run(kv, step(("a", 4, 2)))
+    assert kv.row("a").tolist() == [0, 1, 0, 0, 0]
+    assert (kv.available(), kv.pool.num_used) == (4, 2)
+    assert kv.stats()["reserved"] == 2
+
+
+def test_a_deferral_says_need_and_have_and_takes_nothing():
+    kv = manager()
+    kv.admit(request("a", 16, 4), Txn())
+    txn = Txn()
+    assert kv.admit(request("b", 13, 4), txn) == Deferral(manager="kv", need=4, have=3)
+    assert kv.available() == 3
+    assert kv.admit(request("c", 12, 1), Txn()) == Grant(units=3)
+
+
+def test_without_a_row_the_sequence_waits():
+    kv = manager(num_blocks=100, max_batch_size=2)
+    for name in "ab":
+        kv.admit(request(name, 1, 1), Txn())
+    assert kv.admit(request("c", 1, 1), Txn()) == Deferral(manager="slots", need=1, have=0)
+    assert kv.available() == 98
+
+
+def test_rows_are_the_sequence_slots():
+    slots = SlotManager(3)
+    kv = KVManager(BlockPool(8), block_tokens=4, max_seq_len=20, max_batch_size=3, slots=slots)
+    assert kv.after == {"slots"}
+    for name in "ab":
+        slots.admit(request(name, 4, 1), Txn())
+    kv.admit(request("b", 4, 1), Txn())
+    assert kv.row_index("b") == slots.slot_of("b") == 1
+    kv.free("b")
+    assert slots.slot_of("b") == 1
+
+
+def test_more_slots_than_rows_is_refused():
+    with pytest.raises(ResourceError):
+        KVManager(BlockPool(8), block_tokens=4, max_seq_len=20, max_batch_size=2, slots=SlotManager(3))
+
+
+def test_watermarks_follow_the_steps():
+    kv = manager()
+    kv.admit(request("a", 6, 8), Txn())
+    first, second = step(("a", 0, 6)), step(("a", 6, 1))
+    for plan in (first, second):
+        kv.prepare(plan, Txn())
+    assert kv.watermarks("a") == Watermarks(scheduled=7, computed=0, committed=0)
+    kv.update(first, None)
+    assert kv.watermarks("a") == Watermarks(scheduled=7, computed=6, committed=4)
+    kv.update(second, None)
+    assert kv.watermarks("a") == Watermarks(scheduled=7, computed=7, committed=4)
+
+
+def test_a_prepared_step_can_be_taken_back():
+    kv = manager()
+    kv.admit(request("a", 6, 8), Txn())
+    kv.admit(request("b", 6, 8), Txn())
+    run(kv, step(("a", 0, 3)))
+    before = (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a"))
+    txn = Txn()
+    kv.prepare(step(("a", 3, 3), ("b", 0, 6)), txn)
+    txn.rollback()
+    assert (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a")) == before
+    run(kv, step(("a", 3, 3), ("b", 0, 6)))
+
+
+def test_a_sequence_freed_before_the_rollback_stays_freed():
+    kv = manager()
+    kv.admit(request("a", 6, 8), Txn())
+    kv.admit(request("b", 6, 8), Txn())
+    txn = Txn()
+    kv.prepare(step(("a", 0, 6), ("b", 0, 6)), txn)
+    kv.free("a")
+    txn.rollback()
+    assert (kv.pool.num_used, kv.available()) == (0, 4)
+    kv.free("b")
+    assert kv.available() == 8
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [("a", 1, 2)],  # leaves a hole
+        [("a", 0, 0)],  # computes nothing
+        [("a", 0, 14)],  # past the reservation
+        [("a", 0, 3), ("nobody", 0, 1)],
+    ],
+)
+def test_a_wrong_step_is_refused_before_anything_changes(items):
+    kv = manager()
+    kv.admit(request("a", 5, 3), Txn())
+    with pytest.raises(ResourceError):
+        kv.prepare(step(*items), Txn())
+    assert (kv.pool.num_used, kv.watermarks("a").scheduled) == (0, 0)
+
+
+def test_a_request_longer_than_the_table_is_our_defect():
+    with pytest.raises(ResourceError, match="a sequence has 5"):
+        manager(num_blocks=100).admit(request("a", 20, 2), Txn())
+
+
+def test_the_update_of_a_freed_sequence_is_skipped():
+    kv = manager()
+    kv.admit(request("a", 5, 3), Txn())
+    plan = step(("a", 0, 5))
+    kv.prepare(plan, Txn())
+    kv.free("a")
+    kv.free("a")
+    kv.update(plan, None)
+    assert kv.pool.num_free == 8
+    with pytest.raises(ResourceError, match="holds no KV blocks"):
+        kv.block_ids("a")
+
+
+@pytest.mark.parametrize("call", ["admit", "prepare"])
+def test_a_closed_manager_refuses_use(call):
+    kv = manager()
+    kv.admit(request("a", 5, 3), Txn())
+    kv.close()
+    kv.close()
+    assert kv.pool.num_free == 8
+    with pytest.raises(ResourceError, match="closed"):
+        getattr(kv, call)(step() if call == "prepare" else request("b", 1, 1), Txn())
+
+
+def test_claims_are_what_it_allocates():
+    limits = Limits(max_seq_len=20, max_batch_size=3, max_num_tokens=64, max_logits_rows=3)
+    kv = manager()
+    table, metadata = kv.claims(limits)
+    assert table.cost == Fixed(bytes=kv.table.nbytes)
+    assert kv.table.nbytes == table_bytes(max_batch_size=3, max_seq_len=20, block_tokens=4) == 3 * 5 * 4
+    assert metadata.cost == PerBlock(bytes_per_block=metadata_bytes_per_block())
+    assert kv.pool.num_bytes == 8 * metadata_bytes_per_block()
+    assert {table.line, metadata.line} == {LineKind.TABLES}
+
+
+# max_num_tokens, max_seq_len, max_batch_size -> prompt lengths
+PREFILL_PROBES = [
+    (100, 41, 8, [40, 40, 20]),
+    (80, 41, 8, [40, 40]),
+    (30, 41, 8, [30]),
+    (100, 41, 2, [40, 40]),  # no more sequences than may run at once
+    (4, 1, 8, [1, 1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("num_tokens", "seq_len", "batch_size", "lengths"), PREFILL_PROBES)
+def test_the_prefill_probe_fills_one_step(num_tokens, seq_len, batch_size, lengths):
+    limits = Limits(
+        max_seq_len=seq_len, max_batch_size=batch_size, max_num_tokens=num_tokens, max_logits_rows=batch_size
+    )
+    probes = manager().probe("prefill", limits)
+    assert [probe.num_prompt_tokens for probe in probes] == lengths
+    assert len({probe.id for probe in probes}) == len(lengths)
+
+
+def test_the_decode_probe_runs_as_it_is():
+    limits = Limits(max_seq_len=20, max_batch_size=3, max_num_tokens=64, max_logits_rows=3)
+    kv = manager()
+    probes = kv.probe("decode", limits)
+    assert len(probes) == 3
+    for probe in probes:
+        assert kv.admit(probe, Txn()) == Grant(units=1)
+    run(kv, step(*((probe.id, 1, 1) for probe in probes)))
+    assert np.unique(np.concatenate([kv.block_ids(probe.id) for probe in probes])).size == 3
+    assert kv.probe("encoder", limits) == ()
