@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tonnage.ledger import AuditRow
 from tonnage.report import codec
 from tonnage.report.plan_json import plan_document, plan_from
-from tonnage.report.run import AuditRow, RunResult, StageRecord
+from tonnage.report.run import RunResult, StageRecord
 from tonnage.terms import RUN_SCHEMA, MemoryPlan, Snapshot
 
 

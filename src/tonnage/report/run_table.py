@@ -1,0 +1,126 @@
+"""A run for a person: what was served, and the ledger, planned against actual."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tonnage.ledger import AuditRow
+from tonnage.report.draw import grid, maybe_bytes, plural, show, signed_bytes
+from tonnage.report.run import RunResult
+from tonnage.report.table import plan_parts
+from tonnage.terms import LineKind, Snapshot
+from tonnage.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+LEFT_FREE = frozenset({LineKind.KEEP_FREE, LineKind.ROUNDING, LineKind.SLACK})
+
+
+def show_run(result: RunResult, console: Console, *, with_plan: bool) -> None:
+    """Print the run; ``with_plan`` adds the whole plan that it was built from."""
+    parts: list[RenderableType] = [served_text(result)]
+    if result.stages:
+        parts.append(stages_table(result))
+    parts += [ledger_table(result), memory_text(result)]
+    if with_plan:
+        parts += plan_parts(result.plan, console)
+    show(parts, console)
+
+
+def served_text(result: RunResult) -> Text:
+    """Requests and tokens."""
+    from rich.text import Text
+
+    text = Text.assemble(("requests  ", "dim"), (f"{result.finished:,} finished", "bold green"))
+    for count, word, style in ((result.failed, "failed", "bold red"), (result.cancelled, "cancelled", "yellow")):
+        text.append(f", {count:,} {word}", style if count else "dim")
+    text.append(f"; {result.waited:,} had to wait for memory")
+    text.append("\ntokens    ", "dim")
+    text.append(f"{result.generated_tokens:,} generated from {result.prompt_tokens:,} of prompt in {_time(result)}, ")
+    text.append(f"{result.tokens_per_second} a second", "bold")
+    return text
+
+
+def stages_table(result: RunResult) -> Table:
+    """Start-up: what this process held after each stage."""
+    rows = [
+        (
+            stage.name,
+            f"{stage.elapsed_ms:,} ms",
+            maybe_bytes(stage.own_after_bytes),
+            _change(stage.own_before_bytes, stage.own_after_bytes),
+        )
+        for stage in result.stages
+    ]
+    return grid(["stage", "time>", "held after>", "change"], rows, title="Start-up")
+
+
+def ledger_table(result: RunResult) -> Table:
+    """Every line planned against actual, ``unattributed`` among them, and the sum."""
+    order = [line.kind for line in result.plan.lines]
+    audit = sorted(result.audit, key=lambda row: order.index(row.line) if row.line in order else len(order))
+    rows = [_audit_cells(row, _ways(row.line, result.snapshot)) for row in audit]
+    snapshot, planned = result.snapshot, planned_own_bytes(result)
+    most = result.peak_own_bytes if result.peak_own_bytes is not None else snapshot.own
+    total = ("this engine", format_bytes(planned), maybe_bytes(snapshot.own), maybe_bytes(result.peak_own_bytes))
+    rows.append((*total, _verdict(most, planned), snapshot.own_source))
+    columns = ["line", "planned>", "now>", "most>", "against plan>", "known how"]
+    table = grid(columns, rows, title="Ledger, planned against actual")
+    table.rows[-1].style = "bold"
+    return table
+
+
+def _audit_cells(row: AuditRow, ways: str) -> tuple[str, ...]:
+    if not ways:
+        why = "left free" if row.line in LEFT_FREE else "nobody counts it"
+        return row.line.value, format_bytes(row.planned_bytes), "–", "–", "–", why
+    most = max((value for value in (row.actual_bytes, row.high_water_bytes) if value is not None), default=None)
+    numbers = (format_bytes(row.planned_bytes), maybe_bytes(row.actual_bytes), maybe_bytes(row.high_water_bytes))
+    return row.line.value, *numbers, _verdict(most, row.planned_bytes), ways
+
+
+def _ways(kind: LineKind, snapshot: Snapshot) -> str:
+    """How the ledger knows a line; empty where it has no account of it."""
+    if kind == LineKind.UNATTRIBUTED:
+        return "own less accounts"
+    ways = [entry.how.value for entry in snapshot.entries if entry.line == kind]
+    if kind == LineKind.FOREIGN:
+        ways.append("device less own")
+    return ", ".join(dict.fromkeys(ways))
+
+
+def _verdict(most: int | None, planned: int) -> str:
+    if most is None:
+        return "–"
+    return f"over by {format_bytes(most - planned)}" if most > planned else "within"
+
+
+def memory_text(result: RunResult) -> Text:
+    """What else is on the device, and who allocated for the first time after start-up had closed."""
+    from rich.text import Text
+
+    snapshot = result.snapshot
+    text = Text.assemble(("memory    ", "dim"), f"{format_bytes(snapshot.free)} free on the device, ")
+    text.append(f"{format_bytes(snapshot.foreign)} held by others (at {snapshot.phase})")
+    for event in snapshot.first_uses:
+        text.append(f"\n! {event.owner} allocated for the first time after start-up: ", "yellow")
+        text.append(f"{signed_bytes(event.delta)} in step {event.step} ({event.phase})", "yellow")
+    return text
+
+
+def planned_own_bytes(result: RunResult) -> int:
+    """What the plan lets this engine hold: the device less what it leaves alone and what others hold."""
+    plan = result.plan
+    return plan.device_bytes - plan.bytes_of(LineKind.KEEP_FREE) - plan.bytes_of(LineKind.FOREIGN)
+
+
+def _change(before: int | None, after: int | None) -> str:
+    return "–" if before is None or after is None else signed_bytes(after - before)
+
+
+def _time(result: RunResult) -> str:
+    seconds, ms = divmod(result.elapsed_ms, 1000)
+    return f"{seconds}.{ms // 100} s" if seconds < 120 else f"{plural(seconds // 60, 'minute')} {seconds % 60} s"

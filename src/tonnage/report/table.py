@@ -1,0 +1,191 @@
+"""A plan for a person: where every byte goes, how the pool was found, what limited it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tonnage.config import Origin, Setting
+from tonnage.report.draw import COLOURS, grid, hanging, plural, share, show, slice_bar, spread
+from tonnage.report.plan_json import bytes_per_token
+from tonnage.terms import Line, MemoryPlan, Step
+from tonnage.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+#: From this width on, reasons stand beside their lines; below it, under them.
+WIDE = 128
+
+
+def show_plan(plan: MemoryPlan, console: Console) -> None:
+    """Print the whole plan."""
+    show(plan_parts(plan, console), console)
+
+
+def plan_parts(plan: MemoryPlan, console: Console) -> list[RenderableType]:
+    """The pieces of the view, top to bottom; empty ones are left out."""
+    parts: list[RenderableType] = [header(plan, console.width), lines_text(plan, console), pool_text(plan)]
+    if plan.steps:
+        parts.append(steps_table(plan))
+    if plan.caps:
+        parts.append(caps_table(plan))
+    if plan.warnings:
+        parts.append(warnings_text(plan, console.width))
+    return parts
+
+
+def header(plan: MemoryPlan, width: int) -> Text:
+    """Model, device, and every limit and knob with where it came from."""
+    from rich.text import Text
+
+    text = Text.assemble((plan.model_name, "bold"), " on ", (plan.device_name, "bold"))
+    text.append(f": {format_bytes(plan.device_bytes)} ({plan.device_bytes:,} bytes)")
+    if plan.rank.size > 1:
+        text.append(f", rank {plan.rank.index} of {plan.rank.size}")
+    for label, told in (("limits", _limits(plan)), ("asked", _asked(plan))):
+        if told:
+            text.append("\n" + hanging(", ".join(told), f"{label:<8}", width))
+    return text
+
+
+def origin_text(setting: Setting[Any]) -> str:
+    """Where a setting came from, in the user's own words: the flag, the file, or what chose it."""
+    if setting.origin == Origin.FIT:
+        return "the largest that fits"
+    return setting.where or setting.origin.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """Columns of the partition, in cells; ``beside`` says whether reasons stand beside their lines."""
+
+    name: int
+    bar: int
+    known: int
+    whole: int
+    beside: bool
+
+    @classmethod
+    def of(cls, plan: MemoryPlan, width: int) -> _Widths:
+        name = max([len(line.name) + 2 * depth for line, depth in _walk(plan.lines)] + [len("device")])
+        known = max([len(_known(line)) for line, _ in _walk(plan.lines)] + [len("known how")])
+        return cls(name, max(8, min(24, width - name - 54)), known, width, width >= WIDE)
+
+
+def lines_text(plan: MemoryPlan, console: Console) -> Text:
+    """The partition: one row a line, its slice of the device, and under or beside it the reason."""
+    from rich.text import Text
+
+    widths, start = _Widths.of(plan, console.width), 0
+    title = f"{'line':<{widths.name}}  {'':<{widths.bar}}  {'bytes':>10}  {'share':>6}  {'known how':<{widths.known}}"
+    text = Text.assemble(((title + ("  why" if widths.beside else "")).rstrip(), "dim"))
+    for line, depth in _walk(plan.lines):
+        size = line.bytes if depth == 0 else 0
+        bar = slice_bar(start, size, plan.device_bytes, width=widths.bar, ascii_only=console.options.ascii_only)
+        text.append_text(_row(line, depth, bar, plan.device_bytes, widths))
+        start += size
+    total = f"{format_bytes(plan.device_bytes):>10}  {share(start, plan.device_bytes):>6}"
+    text.append(f"\n{'device':<{widths.name + widths.bar + 2}}  {total}", "bold")
+    return text
+
+
+def _row(line: Line, depth: int, bar: str, device_bytes: int, widths: _Widths) -> Text:
+    from rich.text import Text
+
+    numbers = f"  {format_bytes(line.bytes):>10}  {share(line.bytes, device_bytes):>6}  "
+    text = Text.assemble((f"\n{'  ' * depth + line.name:<{widths.name}}  ", "dim" if depth else ""))
+    text.append(bar, COLOURS.get(line.kind, "dim"))
+    text.append(numbers, "dim" if depth else "")
+    text.append(_known(line).ljust(widths.known if widths.beside and line.reason else 0), "dim")
+    if line.reason:
+        text.append(_reason(line.reason, depth, widths), "dim italic")
+    return text
+
+
+def _reason(reason: str, depth: int, widths: _Widths) -> str:
+    """The reason, wrapped; beside the line it starts on the same row."""
+    at = widths.name + widths.bar + widths.known + 26 if widths.beside else 2 + 2 * depth
+    told = textwrap.wrap(reason, max(20, widths.whole - at))
+    return ("  " if widths.beside else "\n" + " " * at) + ("\n" + " " * at).join(told)
+
+
+def pool_text(plan: MemoryPlan) -> Text:
+    """The pool in blocks, tokens and full-length sequences."""
+    from rich.text import Text
+
+    kv, each = plan.kv, bytes_per_token(plan.kv)
+    per_token = f"{int(each):,}" if each.denominator == 1 else str(each)
+    block_tokens = "/".join(str(group.block_tokens) for group in plan.kv.layout.groups)
+    text = Text.assemble(("KV cache  ", "bold"), (plural(kv.tokens, "token"), "bold green"))
+    text.append(f" in {plural(kv.num_slabs, 'block')} of {block_tokens} tokens")
+    text.append(f"\n          {per_token} bytes a token, {format_bytes(kv.layout.slab_bytes)} a block")
+    text.append("\n          room for ")
+    text.append(plural(plan.max_concurrency, "full-length sequence"), "bold")
+    text.append(f" of {plan.limits.max_seq_len:,} tokens at once")
+    if kv.guaranteed_tokens != kv.reachable_tokens:
+        text.append(f"\n          {kv.guaranteed_tokens:,} tokens guaranteed, ")
+        text.append(f"{kv.reachable_tokens:,} while scratch is lent")
+    if plan.attended_cap is not None:
+        text.append(f"\n          at most {plan.attended_cap:,} attended tokens in one step")
+    return text
+
+
+def steps_table(plan: MemoryPlan) -> Table:
+    """The derivation, one operation a row."""
+    rows = [
+        (step.name, step.op, _amount(step, step.operand), _amount(step, step.after), step.reason) for step in plan.steps
+    ]
+    return grid(["step", "op", "amount>", "leaves>", "why"], rows, title="How the pool was found")
+
+
+def caps_table(plan: MemoryPlan) -> Table:
+    """Every limit on the pool; the one that binds is marked."""
+    from rich.text import Text
+
+    rows = [
+        (
+            Text(("> " if cap.binding else "  ") + cap.name, style="bold" if cap.binding else ""),
+            format_bytes(cap.kv_bytes),
+            cap.setting + (" (binds)" if cap.binding else ""),
+        )
+        for cap in plan.caps
+    ]
+    return grid(["  limit", "pool>", "set by"], rows, title="What limits the pool")
+
+
+def warnings_text(plan: MemoryPlan, width: int) -> Text:
+    """One paragraph a warning."""
+    from rich.text import Text
+
+    return Text("\n".join(hanging(warning, "! ", width) for warning in plan.warnings), style="yellow")
+
+
+def _limits(plan: MemoryPlan) -> list[str]:
+    names = ("max_seq_len", "max_batch_size", "max_num_tokens")
+    return [f"{name} {getattr(plan.limits, name):,} ({origin_text(getattr(plan.limit_knobs, name))})" for name in names]
+
+
+def _asked(plan: MemoryPlan) -> list[str]:
+    given = [(name, setting) for name, setting in plan.knobs.items() if setting.is_set]
+    told = [f"{name} {setting.text or setting.value} ({origin_text(setting)})" for name, setting in given]
+    return told + [f"without claim {name}" for name in sorted(plan.knobs.disabled_claims)]
+
+
+def _walk(lines: tuple[Line, ...], depth: int = 0) -> Iterator[tuple[Line, int]]:
+    for line in lines:
+        yield line, depth
+        yield from _walk(line.children, depth + 1)
+
+
+def _known(line: Line) -> str:
+    around = spread(line.low, line.high)
+    return f"{line.source.value}, {around}" if around else line.source.value
+
+
+def _amount(step: Step, value: int) -> str:
+    return f"{value:,}" if "token" in step.op else format_bytes(value)
