@@ -1,0 +1,263 @@
+"""The host as a device: real bytes at stable addresses, with a capacity that is enforced.
+
+Small and eager: copies are done when the call returns, and a copy that would touch memory which is not mapped
+raises ``DriverError`` instead of ending the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from tonnage.device import _libc
+from tonnage.device.driver import Capabilities, PoolStats
+from tonnage.device.hostpages import HostPages, translated
+from tonnage.device.hostpool import HostPool
+from tonnage.device.process import process_memory
+from tonnage.device.ranges import RangeBook
+from tonnage.device.streams import EagerStreams
+from tonnage.errors import DriverError, DriverUnsupported
+from tonnage.units import MiB, format_bytes
+
+#: The allocation granularity of CUDA devices, so that rounding to pages is the same code with the same numbers.
+DEFAULT_PAGE_BYTES = 2 * MiB
+
+
+class HostDriver(HostPages, EagerStreams):
+    """Implements ``Driver`` with ``capacity_bytes`` of this machine's memory. Linux only (``DriverUnsupported``).
+
+    ``page_bytes`` is the granularity of virtual memory, a multiple of the system's page. ``max_mappings`` bounds the
+    ranges mapped at once; by default they take at most half of what the kernel allows a process, because at its
+    limit even unmapping fails. ``foreign_bytes`` may be set to play another process on the device. Addresses die
+    with ``close``: whoever made tensors over them has dropped them before.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        page_bytes: int = DEFAULT_PAGE_BYTES,
+        ordinal: int = 0,
+        max_mappings: int | None = None,
+    ) -> None:
+        HostPages.__init__(
+            self, capacity_bytes, page_bytes=page_bytes, max_mappings=max_mappings, name=f"tonnage-host-{ordinal}"
+        )
+        EagerStreams.__init__(self)
+        self.ordinal = ordinal
+        self._baseline_bytes = 0
+        self._host: RangeBook[None] = RangeBook()
+        self._pools: dict[int, HostPool] = {}
+        self._plain = self._make_pool(keep_bytes=0)
+
+    def __repr__(self) -> str:
+        return f"<HostDriver {self.uuid} {format_bytes(self.capacity_bytes)}, {self.used_bytes:,} bytes used>"
+
+    @property
+    def uuid(self) -> str:
+        return f"host-{self.ordinal}"
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            pools=True, vmm=True, managed=False, multicast=False, host_register=False, page_bytes=self._page_bytes
+        )
+
+    def activate(self) -> None:
+        with self._entered("activate"):
+            pass
+
+    def mem_info(self) -> tuple[int, int]:
+        """(free, total) by our own books: memory that is created counts, mapped or not."""
+        with self._entered("mem_info"):
+            return max(0, self.capacity_bytes - self.used_bytes - self.foreign_bytes), self.capacity_bytes
+
+    def set_baseline(self) -> None:
+        """From now on ``own_bytes`` leaves out what the process holds now (imports), but no memory of this device."""
+        with self._entered("set_baseline"):
+            own = process_memory().own_bytes
+            self._baseline_bytes = 0 if own is None else own - self.used_bytes
+
+    def own_bytes(self) -> int | None:
+        """Anonymous and shared memory of this process beyond the baseline, so torch's heap counts too.
+
+        Below zero when the process gave back more than it took since; None where the system does not tell.
+        """
+        own = process_memory().own_bytes
+        return None if own is None else own - self._baseline_bytes
+
+    def close(self) -> tuple[str, ...]:
+        """Give everything back; returns what was still alive, one sentence each. Closing again does nothing."""
+        with self._lock:
+            if self._closed:
+                return ()
+            leaks = self.leaks()
+            self._closed = True
+            for one in self._host:
+                _libc.munmap(one.start, one.size)
+            self._close_pages()
+            return leaks
+
+    def leaks(self) -> tuple[str, ...]:
+        """What is alive now, one sentence each: allocations, host memory, handles, reservations."""
+        with self._lock:
+            pools = [("plain", self._plain), *((f"pool {number}", pool) for number, pool in self._pools.items())]
+            allocations = [
+                f"allocation {addr:#x}: {size:,} bytes, {name}"
+                for name, pool in pools
+                for addr, (_, size) in pool.live.items()
+            ]
+            host = [f"host memory {one.start:#x}: {one.size:,} bytes" for one in self._host]
+            return (*allocations, *host, *self._leaked_pages())
+
+    # pools and plain allocations
+
+    def pool_create(self) -> int:
+        with self._entered("pool_create"):
+            self._pools[number := next(self._numbers)] = self._make_pool(keep_bytes=None)
+            return number
+
+    def pool_destroy(self, pool: int) -> None:
+        with self._entered("pool_destroy"):
+            found = self._require_pool("pool_destroy", pool)
+            if found.live:
+                raise DriverError("pool_destroy", "INVALID_VALUE", f"{len(found.live)} allocations are alive in it")
+            found.trim(0)
+            del self._pools[pool]
+
+    def pool_alloc(self, pool: int, size: int, *, stream: int) -> int:
+        with self._entered("pool_alloc"):
+            self._require_stream("pool_alloc", stream)
+            return self._alloc("pool_alloc", self._require_pool("pool_alloc", pool), size)
+
+    def pool_free(self, addr: int, *, stream: int) -> None:
+        with self._entered("pool_free"):
+            self._require_stream("pool_free", stream)
+            for pool in self._pools.values():
+                if addr in pool.live:
+                    return pool.free(addr)
+            raise DriverError("pool_free", "INVALID_VALUE", f"no allocation at {addr:#x}")
+
+    def pool_trim(self, pool: int, keep: int) -> None:
+        with self._entered("pool_trim"):
+            self._require_pool("pool_trim", pool).trim(keep)
+
+    def pool_stats(self, pool: int) -> PoolStats:
+        with self._entered("pool_stats"):
+            return self._require_pool("pool_stats", pool).stats()
+
+    def mem_alloc(self, size: int) -> int:
+        with self._entered("mem_alloc"):
+            return self._alloc("mem_alloc", self._plain, size)
+
+    def mem_free(self, addr: int) -> None:
+        with self._entered("mem_free"):
+            if addr not in self._plain.live:
+                raise DriverError("mem_free", "INVALID_VALUE", f"no allocation at {addr:#x}")
+            self._plain.free(addr)
+
+    def host_alloc(self, size: int, *, flags: int) -> int:
+        """Host memory beside the device: it takes none of its capacity."""
+        with self._entered("host_alloc"):
+            _require_size("host_alloc", size)
+            with translated("host_alloc"):
+                flags = _libc.MAP_PRIVATE | _libc.MAP_ANONYMOUS
+                addr = _libc.mmap(0, size, prot=_libc.PROT_READ_WRITE, flags=flags)
+            self._host.add(addr, size, None)
+            return addr
+
+    def host_free(self, addr: int) -> None:
+        with self._entered("host_free"):
+            found = self._host.get(addr)
+            if found is None:
+                raise DriverError("host_free", "INVALID_VALUE", f"no allocation at {addr:#x}")
+            with translated("host_free"):
+                _libc.munmap(addr, found.size)
+            self._host.remove(addr)
+
+    def managed_alloc(self, size: int) -> int:  # noqa: ARG002
+        raise DriverUnsupported("managed_alloc", "NOT_SUPPORTED", "host memory does not migrate")
+
+    # data
+
+    def copy(self, dst: int, src: int, size: int, *, stream: int) -> None:
+        with self._entered("copy"):
+            self._require_stream("copy", stream)
+            self._require_touchable("copy", src, size, access="r")
+            self._require_touchable("copy", dst, size, access="w")
+            ctypes.memmove(dst, src, size)
+
+    def fill(self, dst: int, byte: int, size: int, *, stream: int) -> None:
+        with self._entered("fill"):
+            self._require_stream("fill", stream)
+            self._require_touchable("fill", dst, size, access="w")
+            ctypes.memset(dst, byte, size)
+
+    def _alloc(self, call: str, pool: HostPool, size: int) -> int:
+        _require_size(call, size)
+        return pool.alloc(size)
+
+    def _make_pool(self, *, keep_bytes: int | None) -> HostPool:
+        return HostPool(
+            page_bytes=self._page_bytes, keep_bytes=keep_bytes, grow=self._new_segment, shrink=self._drop_segment
+        )
+
+    def _new_segment(self, size: int) -> int:
+        """Mapped memory of whole pages, all or nothing."""
+        handle = self.phys_create(size)
+        addr = 0
+        try:
+            addr = self.va_reserve(size, align=self._page_bytes)
+            self.map(addr, size, handle)
+            self.set_access(addr, size)
+        except DriverError:
+            if addr:
+                self._drop_segment(addr, size)
+            self.phys_release(handle)
+            raise
+        self.phys_release(handle)  # the mapping keeps it alive
+        return addr
+
+    def _drop_segment(self, addr: int, size: int) -> None:
+        if self._mapped.get(addr):
+            self.unmap(addr, size)
+        self.va_free(addr, size)
+
+    def _require_pool(self, call: str, pool: int) -> HostPool:
+        found = self._pools.get(pool)
+        if found is None:
+            raise DriverError(call, "INVALID_HANDLE", f"no pool {pool}")
+        return found
+
+    def _require_touchable(self, call: str, addr: int, size: int, *, access: str) -> None:
+        """Raise instead of letting the copy end the process."""
+        if size < 0:
+            raise DriverError(call, "INVALID_VALUE", f"{size:,} bytes")
+        if size == 0:
+            return
+        ours = self.is_accessible(addr, size)
+        if ours is None:
+            ours = self._host.covering(addr, size) is not None or _process_allows(addr, size, access=access)
+        if not ours:
+            raise DriverError(call, "ILLEGAL_ADDRESS", f"{size:,} bytes at {addr:#x} are not all mapped with access")
+
+
+def _require_size(call: str, size: int) -> None:
+    if size <= 0:
+        raise DriverError(call, "INVALID_VALUE", f"{size:,} bytes")
+
+
+def _process_allows(addr: int, size: int, *, access: str) -> bool:
+    """Whether memory that is not the device's (a tensor's, say) may be read ("r") or written ("w") throughout."""
+    reached = addr
+    with Path("/proc/self/maps").open() as lines:
+        for line in lines:
+            bounds, allowed = line.split(maxsplit=2)[:2]
+            start, end = (int(bound, 16) for bound in bounds.split("-"))
+            if end <= reached:
+                continue
+            if start > reached or access not in allowed:
+                return False
+            reached = end
+            if reached >= addr + size:
+                return True
+    return False
