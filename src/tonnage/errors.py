@@ -16,6 +16,7 @@
     │   ├── DriverUnsupported     ... because this device cannot do it
     │   └── DeviceLost            ... and every later call will too
     ├── BufferOOM                 the BufferManager's ladder is exhausted                     (also a MemoryError)
+    ├── BufferInUse               memory cannot be closed while something still looks at it
     ├── DeclarationExceeded       scratch asked for beyond what its backend declared          (also a MemoryError)
     ├── StartupError              a stage of start-up failed: stage, history, remedy
     ├── ResourceError             a resource manager was used wrongly: a defect of ours
@@ -156,6 +157,10 @@ class BufferOOM(TonnageError, MemoryError):
             f"{owner} asked for {size_bytes:,} bytes; {used_bytes:,} of {capacity_bytes:,} bytes are in use"
             + (f" ({detail})" if detail else "")
         )
+
+
+class BufferInUse(TonnageError):
+    """Memory cannot be closed while something still looks at it; the message names what."""
 
 
 class DeclarationExceeded(TonnageError, MemoryError):
