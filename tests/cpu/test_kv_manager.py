@@ -195,6 +195,17 @@ def test_the_update_of_a_freed_sequence_is_skipped():
         kv.block_ids("a")
 
 
+def test_the_update_of_an_earlier_owner_of_the_name_is_skipped():
+    kv = manager()
+    kv.admit(request("a", 5, 3), Txn())
+    plan = step(("a", 0, 5))
+    kv.prepare(plan, Txn())
+    kv.free("a")
+    kv.admit(request("a", 5, 3), Txn())
+    kv.update(plan, None)
+    assert kv.watermarks("a") == Watermarks(scheduled=0, computed=0, committed=0)
+
+
 @pytest.mark.parametrize("call", ["admit", "prepare"])
 def test_a_closed_manager_refuses_use(call):
     kv = manager()
