@@ -38,6 +38,8 @@ class StepScratch:
         Raises ``DeclarationExceeded`` when this step would then use more than was declared for its shape; the piece
         is not taken.
         """
+        if num_bytes == 0:
+            return 0  # nothing, wherever: it must not fail for want of alignment
         offset = round_up(self.used_bytes, alignment or self._arena.alignment)
         if offset + num_bytes > self.declared_bytes:
             raise DeclarationExceeded(

@@ -1,0 +1,276 @@
+"""The host device beyond the contract: real pages, stable addresses, limits, leaks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tonnage.device.fault import ALLOCATING, FaultDriver
+from tonnage.device.host import HostDriver
+from tonnage.device.ranges import RangeBook
+from tonnage.errors import DriverError, DriverOOM, DriverUnsupported
+
+PAGE = 2 * 2**20
+
+
+@pytest.fixture
+def driver():
+    driver = HostDriver(32 * PAGE)
+    yield driver
+    driver.close()
+
+
+def allocated_bytes(driver: HostDriver) -> int:
+    """What the system keeps for the device's file."""
+    return os.fstat(driver._fd).st_blocks * 512
+
+
+def map_new(driver: HostDriver, addr: int, num_pages: int = 1) -> int:
+    handle = driver.phys_create(num_pages * PAGE)
+    driver.map(addr, num_pages * PAGE, handle)
+    driver.set_access(addr, num_pages * PAGE)
+    return handle
+
+
+def test_creation_takes_real_pages_and_release_gives_them_back(driver: HostDriver) -> None:
+    first, second = driver.phys_create(3 * PAGE), driver.phys_create(2 * PAGE)
+    assert allocated_bytes(driver) == driver.used_bytes == 5 * PAGE
+    driver.phys_release(first)
+    assert allocated_bytes(driver) == driver.used_bytes == 2 * PAGE
+    driver.phys_release(second)
+    assert allocated_bytes(driver) == driver.used_bytes == 0
+
+
+def test_own_bytes_agrees_with_the_books_before_anything_is_touched(driver: HostDriver) -> None:
+    driver.set_baseline()
+    map_new(driver, driver.va_reserve(16 * PAGE, align=PAGE), 16)
+    own = driver.own_bytes()
+    assert own is not None
+    assert abs(own - 16 * PAGE) < 4 * 2**20
+
+
+def test_a_baseline_leaves_out_no_device_memory(driver: HostDriver) -> None:
+    map_new(driver, driver.va_reserve(16 * PAGE, align=PAGE), 16)
+    driver.set_baseline()
+    own = driver.own_bytes()
+    assert own is not None
+    assert abs(own - 16 * PAGE) < 4 * 2**20
+
+
+def test_the_heap_counts_as_own_but_takes_no_page(driver: HostDriver) -> None:
+    driver.set_baseline()
+    heap = bytearray(8 * 2**20)
+    own = driver.own_bytes()
+    assert own is not None
+    assert own > 7 * 2**20
+    assert driver.used_bytes == 0
+    del heap
+
+
+def test_foreign_bytes_shrink_what_is_free_and_what_can_be_taken(driver: HostDriver) -> None:
+    driver.foreign_bytes = 30 * PAGE
+    assert driver.mem_info() == (2 * PAGE, 32 * PAGE)
+    with pytest.raises(DriverOOM, match="held by others"):
+        driver.phys_create(3 * PAGE)
+    driver.foreign_bytes = 40 * PAGE
+    assert driver.mem_info()[0] == 0
+
+
+def test_the_address_is_stable_while_pages_come_and_go(driver: HostDriver) -> None:
+    base = driver.va_reserve(8 * PAGE, align=PAGE)
+    for round_number in range(3):
+        handle = map_new(driver, base)
+        ctypes.memset(base, round_number + 1, PAGE)
+        assert ctypes.string_at(base + PAGE - 1, 1) == bytes([round_number + 1])
+        driver.unmap(base, PAGE)
+        driver.phys_release(handle)
+    map_new(driver, base)
+    assert ctypes.string_at(base, 4) == bytes(4)  # new pages read zero
+
+
+def test_neighbouring_mappings_can_be_unmapped_together(driver: HostDriver) -> None:
+    base = driver.va_reserve(4 * PAGE, align=PAGE)
+    handles = [map_new(driver, base + index * PAGE) for index in range(3)]
+    with pytest.raises(DriverError):
+        driver.unmap(base, 4 * PAGE)
+    driver.unmap(base, 3 * PAGE)
+    for handle in handles:
+        driver.phys_release(handle)
+    driver.va_free(base, 4 * PAGE)
+    assert driver.leaks() == ()
+
+
+def test_the_number_of_mappings_has_a_margin() -> None:
+    driver = HostDriver(32 * PAGE, max_mappings=2)
+    base = driver.va_reserve(8 * PAGE, align=PAGE)
+    map_new(driver, base)
+    map_new(driver, base + 2 * PAGE)
+    handle = driver.phys_create(PAGE)
+    with pytest.raises(DriverOOM, match="2 ranges are mapped"):
+        driver.map(base + 4 * PAGE, PAGE, handle)
+    driver.unmap(base, PAGE)
+    driver.map(base + 4 * PAGE, PAGE, handle)
+    driver.close()
+
+
+def test_hundreds_of_scattered_mappings_are_no_trouble() -> None:
+    page = 4096 * 4
+    driver = HostDriver(2000 * page, page_bytes=page)
+    base = driver.va_reserve(2000 * page, align=page)
+    for index in range(0, 2000, 2):
+        handle = driver.phys_create(page)
+        driver.map(base + index * page, page, handle)
+        driver.set_access(base + index * page, page)
+        driver.phys_release(handle)
+    assert driver.used_bytes == 1000 * page
+    for index in range(0, 2000, 2):
+        driver.unmap(base + index * page, page)
+    assert driver.used_bytes == 0
+    driver.close()
+
+
+def test_a_copy_to_and_from_memory_that_is_not_the_devices(driver: HostDriver) -> None:
+    base = driver.va_reserve(PAGE, align=PAGE)
+    map_new(driver, base)
+    ours = ctypes.create_string_buffer(b"hello", 100)
+    driver.copy(base, ctypes.addressof(ours), 5, stream=0)
+    back = ctypes.create_string_buffer(100)
+    driver.copy(ctypes.addressof(back), base, 5, stream=0)
+    assert back.value == b"hello"
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+        driver.copy(base, ctypes.addressof(ours), PAGE * 10, stream=0)
+
+
+def test_memory_that_may_only_be_read_is_not_written(driver: HostDriver) -> None:
+    text = ctypes.cast(ctypes.pythonapi.Py_GetVersion, ctypes.c_void_p).value  # code: readable, not writable
+    assert text
+    base = driver.va_reserve(PAGE, align=PAGE)
+    map_new(driver, base)
+    driver.copy(base, text, 16, stream=0)
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+        driver.fill(text, 0, 1, stream=0)
+
+
+def test_close_tells_what_was_alive_and_is_final(driver: HostDriver) -> None:
+    addr = driver.va_reserve(2 * PAGE, align=PAGE)
+    handle = map_new(driver, addr)
+    plain, host = driver.mem_alloc(100), driver.host_alloc(100, flags=0)
+    leaks = "\n".join(driver.close())
+    for number in (addr, handle, plain, host):
+        assert f"{number:#x}" in leaks
+    assert driver.close() == ()
+    for call in (driver.activate, driver.mem_info, lambda: driver.phys_create(PAGE)):
+        with pytest.raises(DriverError, match="closed"):
+            call()
+
+
+def test_close_with_nothing_alive_reports_nothing() -> None:
+    assert HostDriver(PAGE).close() == ()
+
+
+@pytest.mark.parametrize("arguments", [{"page_bytes": 1000}, {"page_bytes": 0}])
+def test_odd_pages_are_refused(arguments: dict[str, int]) -> None:
+    with pytest.raises(DriverError, match="page_bytes"):
+        HostDriver(PAGE, **arguments)
+
+
+def test_an_empty_device_is_refused() -> None:
+    with pytest.raises(DriverError, match="capacity"):
+        HostDriver(0)
+
+
+def test_what_a_host_cannot_do(driver: HostDriver) -> None:
+    with pytest.raises(DriverUnsupported):
+        driver.phys_create(PAGE, exportable=True)
+    with pytest.raises(DriverUnsupported):
+        driver.set_access(PAGE, PAGE, peers=(1,))
+
+
+def test_a_system_without_memfd_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(DriverUnsupported, match="needs Linux"):
+        HostDriver(PAGE)
+
+
+def test_a_system_that_has_no_more_memory_reads_as_out_of_memory(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(DriverOOM, match="ENOSPC"):
+        driver.phys_create(PAGE)
+    with pytest.raises(DriverOOM):
+        driver.mem_alloc(1)
+    assert (driver.used_bytes, driver.leaks()) == (0, ())
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_plain_allocation_that_fails_half_way_leaves_nothing(
+    driver: HostDriver, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = FaultDriver(driver, nth)
+    for call in ("phys_create", "va_reserve", "map", "set_access"):
+        monkeypatch.setattr(driver, call, _first_failing(fault, call, getattr(driver, call)), raising=False)
+    with pytest.raises(DriverOOM):
+        driver.mem_alloc(100)
+    assert driver.leaks() == ()
+    driver.mem_free(driver.mem_alloc(100))
+
+
+def _first_failing(fault: FaultDriver, call: str, real):
+    def method(*args: object, **kwargs: object) -> object:
+        fault._count(call)
+        return real(*args, **kwargs)
+
+    return method
+
+
+def test_threads_share_a_device(driver: HostDriver) -> None:
+    def work(_: int) -> None:
+        for _ in range(20):
+            driver.mem_free(driver.mem_alloc(1000))
+            driver.phys_release(driver.phys_create(PAGE))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))  # raises what a thread raised
+    assert (driver.used_bytes, driver.leaks()) == (0, ())
+
+
+def test_a_fault_driver_fails_the_nth_call_once_or_from_then_on(driver: HostDriver) -> None:
+    fault = FaultDriver(driver, 2)
+    kept = [fault.mem_alloc(1)]
+    with pytest.raises(DriverOOM, match="INJECTED"):
+        fault.mem_alloc(1)
+    kept.append(fault.mem_alloc(1))
+    assert (fault.num_calls, fault.num_injected, fault.by_call["mem_alloc"]) == (3, 1, 3)
+    fault.arm(1, forever=True)
+    for _ in range(3):
+        with pytest.raises(DriverOOM):
+            fault.phys_create(PAGE)
+    fault.arm(None)
+    for addr in kept:
+        fault.mem_free(addr)  # frees do not count
+    assert (fault.num_calls, driver.used_bytes) == (0, 0)
+
+
+def test_every_allocating_call_exists() -> None:
+    assert all(callable(getattr(HostDriver, name)) for name in ALLOCATING)
+
+
+def test_a_book_of_ranges_finds_overlaps_and_gaps() -> None:
+    book: RangeBook[str] = RangeBook()
+    for start, name in ((10, "a"), (30, "c"), (20, "b")):
+        book.add(start, 10, name)
+    assert [one.value for one in book.overlapping(19, 2)] == ["a", "b"]
+    assert [one.value for one in book.overlapping(0, 10)] == []
+    assert book.covering(12, 20) is not None
+    assert book.covering(12, 30) is None
+    assert book.covering(5, 10) is None
+    book.remove(20)
+    assert (len(book), book.covering(12, 20)) == (2, None)
+    assert [one.start for one in book] == [10, 30]
