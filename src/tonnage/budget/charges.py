@@ -1,0 +1,297 @@
+"""Who pays what before the pool is sized: measured quantities and claims, sorted by how they depend on the tokens.
+
+Three kinds come out: lines that do not depend on the number of KV tokens, costs paid once for every block, and
+demands that grow with the attended tokens until their worst case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tonnage.config import Limits
+from tonnage.terms import (
+    Chip,
+    Claim,
+    Fixed,
+    Lifetime,
+    Line,
+    LineKind,
+    Maker,
+    Measured,
+    PerBlock,
+    Quantity,
+    Scratch,
+    Source,
+    StagePeak,
+    worst_shape,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatedClaim:
+    """Scratch that grows with attended tokens: ``bytes_per_token`` each, up to ``most_tokens`` of them."""
+
+    claim: Claim
+    bytes_per_token: int
+    most_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charges:
+    """``fixed``: one line per kind. ``per_block`` and ``rated`` grow with the pool; see the module's docstring."""
+
+    fixed: tuple[Line, ...]
+    per_block: tuple[tuple[Claim, int], ...]
+    rated: tuple[RatedClaim, ...]
+
+    def line(self, kind: LineKind) -> Line:
+        return next(line for line in self.fixed if line.kind == kind and line.name != FRAGMENTATION)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(line.bytes for line in self.fixed)
+
+
+FRAGMENTATION = "fragmentation"
+
+
+def charges(measured: Measured, claims: Sequence[Claim], *, limits: Limits, chip: Chip) -> Charges:
+    """Sort everything that must be paid for. Claims that do not apply cost nothing."""
+    live = [claim for claim in claims if claim.applies]
+    rated = _rated(live, limits=limits, chip=chip)
+    resident = _strongest_of_shares(_resident(live, limits=limits, chip=chip))
+    transient = _transient(measured.stages, [claim for claim in live if _in_a_step(claim)])
+    quantities = {
+        LineKind.WEIGHTS: measured.weights,
+        LineKind.SCRATCH: None,
+        LineKind.GRAPHS: measured.graphs,
+        LineKind.CONTEXT: measured.context,
+        LineKind.LIBRARIES: measured.libraries,
+        LineKind.TABLES: None,
+    }
+    lines = [_sum_line(kind, quantity, resident) for kind, quantity in quantities.items()]
+    return Charges(
+        fixed=(*lines, transient, _fragmentation(measured.stages)),
+        per_block=tuple((c, c.cost.bytes_per_block) for c in live if isinstance(c.cost, PerBlock)),
+        rated=rated,
+    )
+
+
+def _scratch_bytes(scratch: Scratch, *, limits: Limits, chip: Chip) -> int:
+    """What is paid whatever the pool: all of it where the backend bounds its chunks, else all but the attended part."""
+    if scratch.chunk_bounded:
+        return scratch.bytes_at(worst_shape(limits), chip)
+    rates = scratch.rates(limits, chip)
+    return rates.fixed + rates.per_row * limits.max_batch_size + rates.per_token * limits.max_num_tokens
+
+
+def _rated(claims: Iterable[Claim], *, limits: Limits, chip: Chip) -> tuple[RatedClaim, ...]:
+    """Attended-token demands; those that share one arena are one demand, at the highest rate."""
+    strongest: dict[str, RatedClaim] = {}
+    for claim in claims:
+        if not isinstance(claim.cost, Scratch) or claim.cost.chunk_bounded:
+            continue
+        rate = claim.cost.rates(limits, chip).per_attended_token
+        key = claim.share or claim.name
+        if rate > 0 and (key not in strongest or rate > strongest[key].bytes_per_token):
+            worst = limits.max_batch_size * limits.max_seq_len
+            strongest[key] = RatedClaim(claim=claim, bytes_per_token=rate, most_tokens=worst)
+    return tuple(strongest.values())
+
+
+def _resident(claims: Iterable[Claim], *, limits: Limits, chip: Chip) -> list[tuple[Claim, Line]]:
+    """Every claim of a fixed size that is not confined to a step, as the child line it becomes."""
+    found = []
+    for claim in claims:
+        if _in_a_step(claim) or isinstance(claim.cost, PerBlock):
+            continue
+        found.append((claim, claim_line(claim, num_bytes=_unprobed(claim, limits=limits, chip=chip))))
+    return found
+
+
+def _in_a_step(claim: Claim) -> bool:
+    """Scratch stays resident in its arena whatever its lifetime says; only plain bytes come and go with a step."""
+    return claim.lifetime == Lifetime.STEP and isinstance(claim.cost, Fixed)
+
+
+def _unprobed(claim: Claim, *, limits: Limits, chip: Chip) -> int:
+    cost = claim.cost
+    size = cost.bytes if isinstance(cost, Fixed) else 0
+    if isinstance(cost, Scratch):
+        size = _scratch_bytes(cost, limits=limits, chip=chip)
+    return max(0, size - claim.probed_bytes)
+
+
+def _strongest_of_shares(resident: Sequence[tuple[Claim, Line]]) -> list[Line]:
+    """Claims with the same share key use one buffer: only the largest stays."""
+    kept: dict[tuple[LineKind, str], Line] = {}
+    for claim, line in resident:
+        key = (line.kind, f"share:{claim.share}" if claim.share else f"own:{claim.owner}:{claim.name}")
+        if key not in kept or line.bytes > kept[key].bytes:
+            kept[key] = line
+    return list(kept.values())
+
+
+def claim_line(claim: Claim, *, num_bytes: int, kind: LineKind | None = None) -> Line:
+    """A claim as a line of ``num_bytes``, its error bar widened to contain them."""
+    return Line(
+        name=claim.name,
+        owner=claim.owner,
+        kind=kind or claim.line,
+        bytes=num_bytes,
+        low=min(num_bytes, num_bytes if claim.low is None else claim.low),
+        high=max(num_bytes, num_bytes if claim.high is None else claim.high),
+        lifetime=claim.lifetime,
+        maker=claim.maker,
+        source=claim.source,
+        ref=claim.ref,
+        reason=claim.reason,
+    )
+
+
+_ABOUT: dict[LineKind, tuple[str, Maker, str]] = {
+    LineKind.WEIGHTS: ("weights", Maker.ARENA, "the model's parameters in one arena"),
+    LineKind.SCRATCH: ("scratch", Maker.ARENA, "what attention declared, shared by all layers"),
+    LineKind.GRAPHS: ("graphs", Maker.DRIVER, "captured decode steps"),
+    LineKind.CONTEXT: ("context", Maker.DRIVER, "the driver's context, or what the process holds beside the engine"),
+    LineKind.LIBRARIES: ("libraries", Maker.LIBRARY, "handles and workspaces of libraries"),
+    LineKind.TABLES: ("tables", Maker.TORCH, "page tables and step inputs"),
+}
+
+
+def _sum_line(kind: LineKind, quantity: Quantity | None, resident: Sequence[Line]) -> Line:
+    """A measured quantity and the claims of its kind, added up."""
+    name, maker, reason = _ABOUT[kind]
+    children = [line for line in resident if line.kind == kind]
+    if quantity is not None:
+        own = quantity_line(name, quantity, kind=kind, maker=maker, reason=reason)
+        if not children:
+            return own
+        children.insert(0, own)
+    main = max(children, key=lambda line: line.bytes, default=None)
+    return Line(
+        name=name,
+        owner=name,
+        kind=kind,
+        bytes=sum(line.bytes for line in children),
+        low=sum(line.low for line in children),
+        high=sum(line.high for line in children),
+        lifetime=Lifetime.RESIDENT,
+        maker=maker,
+        source=main.source if main else Source.DERIVED,
+        ref=main.ref if main else "nothing claimed",
+        reason=reason,
+        children=tuple(children),
+    )
+
+
+def quantity_line(
+    name: str,
+    quantity: Quantity,
+    *,
+    kind: LineKind,
+    maker: Maker,
+    reason: str,
+    lifetime: Lifetime = Lifetime.RESIDENT,
+    children: tuple[Line, ...] = (),
+) -> Line:
+    """A quantity as a line; the line belongs to whoever its name says."""
+    return Line(
+        name=name,
+        owner=name,
+        kind=kind,
+        bytes=quantity.bytes,
+        low=quantity.low,
+        high=quantity.high,
+        lifetime=lifetime,
+        maker=maker,
+        source=quantity.source,
+        ref=quantity.ref,
+        reason=reason,
+        children=children,
+    )
+
+
+def _transient(stages: Sequence[StagePeak], claims: Sequence[Claim]) -> Line:
+    """The largest stage. Claims of a stage add to its peak; claims of no stage may meet any, so they add to each."""
+    names = list(dict.fromkeys([stage.stage for stage in stages] + [claim.stage for claim in claims if claim.stage]))
+    children = tuple(_stage(name, stages, claims) for name in names or ["step"])
+    largest = max(children, key=lambda line: line.bytes)
+    worst = Quantity(
+        bytes=largest.bytes,
+        low=max(child.low for child in children),
+        high=max(child.high for child in children),
+        source=largest.source,
+        ref=largest.ref,
+    )
+    reason = f"the largest stage ({largest.name}); stages do not coexist"
+    return quantity_line(
+        "transient",
+        worst,
+        kind=LineKind.TRANSIENT,
+        maker=Maker.TORCH,
+        reason=reason,
+        lifetime=Lifetime.STEP,
+        children=children,
+    )
+
+
+def _stage(name: str, stages: Sequence[StagePeak], claims: Sequence[Claim]) -> Line:
+    peaks = [stage.allocated for stage in stages if stage.stage == name]
+    extras = [line for _, line in _shared_step([c for c in claims if c.stage in (name, None)])]
+    parts = [(peak.bytes, peak.low, peak.high) for peak in peaks] + [(e.bytes, e.low, e.high) for e in extras]
+    total, low, high = (sum(part[i] for part in parts) for i in range(3))
+    known = peaks[0] if peaks else None
+    return quantity_line(
+        name,
+        Quantity(
+            bytes=total,
+            low=low,
+            high=high,
+            source=known.source if known else (extras[0].source if extras else Source.DERIVED),
+            ref=known.ref if known else (extras[0].ref if extras else "no stage measured or claimed"),
+        ),
+        kind=LineKind.TRANSIENT,
+        maker=Maker.TORCH,
+        reason="live at the peak of this stage",
+        lifetime=Lifetime.STEP,
+        children=tuple(extras),
+    )
+
+
+def _shared_step(claims: Sequence[Claim]) -> list[tuple[str, Line]]:
+    kept: dict[str, Line] = {}
+    for claim in claims:
+        size = claim.cost.bytes if isinstance(claim.cost, Fixed) else 0
+        line = claim_line(claim, num_bytes=max(0, size - claim.probed_bytes), kind=LineKind.TRANSIENT)
+        key = f"share:{claim.share}" if claim.share else f"own:{claim.owner}:{claim.name}"
+        if key not in kept or line.bytes > kept[key].bytes:
+            kept[key] = line
+    return list(kept.items())
+
+
+def _fragmentation(stages: Sequence[StagePeak]) -> Line:
+    """What the allocator takes beyond the bytes alive at the highest peak: segments, rounding, holes."""
+
+    def beyond(pick: str) -> int:
+        reserved = max((getattr(stage.reserved, pick) for stage in stages), default=0)
+        return max(0, reserved - max((getattr(stage.allocated, pick) for stage in stages), default=0))
+
+    sizes = sorted((beyond("low"), beyond("high")))
+    best = beyond("bytes")
+    source = max(stages, key=lambda stage: stage.reserved.bytes).reserved if stages else None
+    gap = Quantity(
+        bytes=best,
+        low=min(best, sizes[0]),
+        high=max(best, sizes[1]),
+        source=source.source if source else Source.DERIVED,
+        ref=source.ref if source else "no stage measured",
+    )
+    return quantity_line(
+        FRAGMENTATION,
+        gap,
+        kind=LineKind.SLACK,
+        maker=Maker.TORCH,
+        reason="what the allocator takes beyond the bytes alive at the peak",
+    )

@@ -1,0 +1,152 @@
+"""The partition: every byte of the device in exactly one line, what a cap or a rounding leaves included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tonnage.budget.charges import Charges, claim_line
+from tonnage.budget.money import Budget
+from tonnage.budget.pool import PoolPrice
+from tonnage.config import Setting
+from tonnage.terms import Cap, Lifetime, Line, LineKind, Maker, Measured, Quantity, Source
+from tonnage.units import format_bytes
+
+
+def partition(
+    budget: Budget,
+    charged: Charges,
+    price: PoolPrice,
+    *,
+    num_blocks: int,
+    bar: tuple[int, int],
+    page_losses: dict[str, int],
+    caps: Sequence[Cap],
+    measured: Measured,
+    keep_free: Setting[int],
+) -> tuple[Line, ...]:
+    """Top-level lines, each >= 0, summing to ``budget.device``."""
+    kv = _kv_line(price, num_blocks=num_blocks, bar=bar)
+    fragmentation = charged.fixed[-1]
+    losses = {**page_losses, "kv": price.kv_page_loss(num_blocks)}
+    if price.demands:
+        losses["growing scratch"] = price.scratch_page_loss(num_blocks)
+    lines = (
+        charged.line(LineKind.WEIGHTS),
+        kv,
+        _with_growing_scratch(charged, price, num_blocks),
+        charged.line(LineKind.TRANSIENT),
+        charged.line(LineKind.GRAPHS),
+        charged.line(LineKind.CONTEXT),
+        charged.line(LineKind.LIBRARIES),
+        _with_block_tables(charged, num_blocks),
+        _quantity("foreign", LineKind.FOREIGN, measured.foreign_bytes, "other processes on the device", Maker.FOREIGN),
+        _keep_free_line(budget.keep_free, keep_free),
+        _page_rounding(losses, price.page_bytes),
+        fragmentation,
+        *_left_over(budget, price, num_blocks=num_blocks, caps=caps),
+        _exact("unattributed", LineKind.UNATTRIBUTED, 0, Source.DERIVED, "a plan explains every byte; a run may not"),
+    )
+    total = sum(line.bytes for line in lines)
+    assert total == budget.device, f"lines sum to {total}, the device has {budget.device}"
+    assert all(line.bytes >= 0 for line in lines), "a line is negative"
+    return lines
+
+
+def _left_over(budget: Budget, price: PoolPrice, *, num_blocks: int, caps: Sequence[Cap]) -> list[Line]:
+    """What the pool does not take of the budget, by who leaves it. Only the block rounding may be 0."""
+    affordable = price.blocks_within(budget.pool)
+    binding = next(cap for cap in caps if cap.binding)
+    rounding = budget.pool - price.total_bytes(affordable)
+    leaves = {"total_bytes": budget.room - budget.cap, "kv_fraction": budget.rest - budget.pool}
+    if num_blocks < affordable:
+        leaves[binding.name] = price.total_bytes(affordable) - price.total_bytes(num_blocks)
+    block = f"less than one block of {format_bytes(price.block_bytes)} in whole pages"
+    lines = [_exact("part of a block", LineKind.ROUNDING, rounding, Source.DERIVED, block)]
+    settings = {cap.name: cap.setting for cap in caps}
+    for name, left in leaves.items():
+        if left:
+            reason = f"not used: {settings.get(name, name)}"
+            lines.append(_exact(f"left by {name}", LineKind.SLACK, left, Source.DERIVED, reason))
+    return lines
+
+
+def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int]) -> Line:
+    return _quantity(
+        "kv",
+        LineKind.KV,
+        Quantity(
+            bytes=price.kv_bytes(num_blocks),
+            low=bar[0],
+            high=bar[1],
+            source=Source.DERIVED,
+            ref="what the other lines leave, in whole blocks; low and high follow theirs",
+        ),
+        f"{num_blocks:,} blocks of {price.block_tokens} tokens, {format_bytes(price.slab_bytes)} each",
+        Maker.ARENA,
+    )
+
+
+def _with_growing_scratch(charged: Charges, price: PoolPrice, num_blocks: int) -> Line:
+    line = charged.line(LineKind.SCRATCH)
+    granted = price.granted_bytes(num_blocks)
+    children = [claim_line(r.claim, num_bytes=size) for r, size in zip(charged.rated, granted, strict=True)]
+    return _grown(line, children)
+
+
+def _with_block_tables(charged: Charges, num_blocks: int) -> Line:
+    line = charged.line(LineKind.TABLES)
+    children = [claim_line(claim, num_bytes=each * num_blocks) for claim, each in charged.per_block]
+    return _grown(line, children)
+
+
+def _grown(line: Line, children: list[Line]) -> Line:
+    """The line with more children added to its sum."""
+    if not children:
+        return line
+    own = line.children or ((line,) if line.bytes else ())
+    quantity = Quantity(
+        bytes=line.bytes + sum(child.bytes for child in children),
+        low=line.low + sum(child.low for child in children),
+        high=line.high + sum(child.high for child in children),
+        source=line.source if line.bytes else children[0].source,
+        ref=line.ref if line.bytes else children[0].ref,
+    )
+    return _quantity(line.name, line.kind, quantity, line.reason, line.maker, children=(*own, *children))
+
+
+def _keep_free_line(num_bytes: int, setting: Setting[int]) -> Line:
+    source = Source.ASKED if setting.is_set else Source.ASSUMED
+    reason = "left alone on the device" + ("" if setting.is_set else "; the default, keep_free_bytes changes it")
+    return _exact("keep_free", LineKind.KEEP_FREE, num_bytes, source, reason)
+
+
+def _page_rounding(losses: dict[str, int], page_bytes: int) -> Line:
+    children = tuple(
+        _exact(name, LineKind.ROUNDING, loss, Source.DERIVED, "up to a whole page") for name, loss in losses.items()
+    )
+    total = Quantity.exact(sum(losses.values()), Source.DERIVED, f"pages of {format_bytes(page_bytes)}")
+    reason = f"arenas are committed in pages of {format_bytes(page_bytes)}"
+    return _quantity("page rounding", LineKind.ROUNDING, total, reason, Maker.ARENA, children=children)
+
+
+def _exact(name: str, kind: LineKind, num_bytes: int, source: Source, reason: str) -> Line:
+    return _quantity(name, kind, Quantity.exact(num_bytes, source, ""), reason, Maker.ARENA)
+
+
+def _quantity(
+    name: str, kind: LineKind, quantity: Quantity, reason: str, maker: Maker, *, children: tuple[Line, ...] = ()
+) -> Line:
+    return Line(
+        name=name,
+        owner=name,
+        kind=kind,
+        bytes=quantity.bytes,
+        low=quantity.low,
+        high=quantity.high,
+        lifetime=Lifetime.RESIDENT,
+        maker=maker,
+        source=quantity.source,
+        ref=quantity.ref,
+        reason=reason,
+        children=children,
+    )

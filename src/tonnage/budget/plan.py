@@ -1,0 +1,236 @@
+"""From what is allowed, measured and claimed to one partition of the device.
+
+    B = floor(kv_fraction * (cap - every line that does not depend on the number of tokens))
+
+B pays for the KV blocks and for whatever grows with their tokens (see ``split``). Caps may leave part of it. The
+lines that come out are each >= 0 and sum exactly to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from tonnage.budget.charges import Charges, charges
+from tonnage.budget.lines import partition
+from tonnage.budget.money import Budget
+from tonnage.budget.pool import PoolPrice
+from tonnage.budget.refusal import refuse_beside_pool, refuse_pool
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Knobs, LimitKnobs, Limits, Setting
+from tonnage.layout import KVLayout, blocks_per_sequence
+from tonnage.terms import (
+    Cap,
+    Chip,
+    Claim,
+    HostPlan,
+    KVPool,
+    LineKind,
+    Measured,
+    MemoryPlan,
+    Step,
+)
+from tonnage.units import format_bytes, round_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanInputs:
+    """All that the arithmetic sees. ``limit_knobs`` says where each limit came from; it does not change numbers.
+
+    page_bytes   arenas (weights, scratch, KV) are committed in whole pages of this size
+    """
+
+    device_name: str
+    model_name: str
+    chip: Chip
+    measured: Measured
+    claims: tuple[Claim, ...]
+    layout: KVLayout
+    page_bytes: int
+    knobs: Knobs
+    limits: Limits
+    limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
+    fingerprint: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def plan(inputs: PlanInputs) -> MemoryPlan:
+    """The plan for one rank. Raises ``DoesNotFit`` (without remedies) where not one sequence of max_seq_len fits."""
+    limits, knobs = inputs.limits, inputs.knobs
+    charged = charges(inputs.measured, inputs.claims, limits=limits, chip=inputs.chip)
+    price = PoolPrice.of(inputs.layout, charged, page_bytes=inputs.page_bytes)
+    page_losses = _page_losses(charged, inputs.page_bytes)
+    budget = _budget(inputs, fixed=charged.fixed_bytes + sum(page_losses.values()))
+    sequence_blocks = blocks_per_sequence(limits.max_seq_len, price.block_tokens)
+    if budget.rest < 0:
+        refuse_beside_pool(inputs.model_name, budget, charged, price, sequence_blocks, limits=limits)
+    caps, num_blocks = _caps(budget, price, knobs=knobs, limits=limits, sequence_blocks=sequence_blocks)
+    if num_blocks < sequence_blocks:
+        refuse_pool(inputs.model_name, budget, charged, price, sequence_blocks, caps=caps, limits=limits)
+    tokens = num_blocks * price.block_tokens
+    return MemoryPlan(
+        rank=inputs.measured.rank,
+        device_name=inputs.device_name,
+        device_bytes=budget.device,
+        model_name=inputs.model_name,
+        lines=partition(
+            budget,
+            charged,
+            price,
+            num_blocks=num_blocks,
+            bar=_bar(budget, charged, price, num_blocks=num_blocks, caps=caps),
+            page_losses=page_losses,
+            caps=caps,
+            measured=inputs.measured,
+            keep_free=knobs.keep_free_bytes,
+        ),
+        steps=_steps(budget, charged, price, caps=caps, num_blocks=num_blocks, page_losses=page_losses),
+        caps=caps,
+        kv=KVPool(
+            layout=inputs.layout,
+            num_slabs=num_blocks,
+            bytes=price.kv_bytes(num_blocks),
+            tokens=tokens,
+            guaranteed_tokens=tokens,
+            reachable_tokens=tokens,
+        ),
+        host=HostPlan(),
+        attended_cap=_attended_cap(charged, price, num_blocks),
+        max_concurrency=num_blocks // sequence_blocks,
+        knobs=knobs,
+        limits=limits,
+        limit_knobs=inputs.limit_knobs,
+        fingerprint=inputs.fingerprint,
+        warnings=inputs.warnings,
+    )
+
+
+def _page_losses(charged: Charges, page_bytes: int) -> dict[str, int]:
+    """What whole pages add to the arenas of fixed size."""
+    kinds = (LineKind.WEIGHTS, LineKind.SCRATCH)
+    sizes = {kind.value: charged.line(kind).bytes for kind in kinds}
+    return {name: round_up(size, page_bytes) - size for name, size in sizes.items()}
+
+
+def _budget(inputs: PlanInputs, *, fixed: int) -> Budget:
+    knobs = inputs.knobs
+    return Budget(
+        device=inputs.measured.device_bytes,
+        foreign=inputs.measured.foreign_bytes.bytes,
+        keep_free=knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES),
+        total_bytes=knobs.total_bytes.value,
+        fixed=fixed,
+        fraction=knobs.kv_fraction.or_else(Fraction(1)),
+    )
+
+
+def _caps(
+    budget: Budget, price: PoolPrice, *, knobs: Knobs, limits: Limits, sequence_blocks: int
+) -> tuple[tuple[Cap, ...], int]:
+    """Every limit on the pool in KV bytes of whole blocks, the smallest marked, and its number of blocks.
+
+    Where several are equally small the first of the order below binds.
+    """
+    found = [("budget", price.blocks_within(budget.room - budget.fixed), "what the device leaves")]
+    if budget.total_bytes is not None:
+        found.append(("total_bytes", price.blocks_within(budget.rest), told("total_bytes", knobs.total_bytes)))
+    if budget.fraction < 1:
+        found.append(("kv_fraction", price.blocks_within(budget.pool), told("kv_fraction", knobs.kv_fraction)))
+    if knobs.kv_bytes.value is not None:
+        found.append(("kv_bytes", knobs.kv_bytes.value // price.slab_bytes, told("kv_bytes", knobs.kv_bytes)))
+    if knobs.kv_tokens.value is not None:
+        found.append(("kv_tokens", knobs.kv_tokens.value // price.block_tokens, told("kv_tokens", knobs.kv_tokens)))
+    if not limits.prefix_caching:
+        # A pool that also caches prefixes has a use for every block; without, more than this is never touched.
+        used = f"max_batch_size {limits.max_batch_size:,} x max_seq_len {limits.max_seq_len:,}"
+        found.append(("limits", limits.max_batch_size * sequence_blocks, used))
+    binding = min(range(len(found)), key=lambda i: found[i][1])
+    caps = tuple(
+        Cap(name=name, kv_bytes=price.kv_bytes(blocks), setting=setting, binding=i == binding)
+        for i, (name, blocks, setting) in enumerate(found)
+    )
+    return caps, found[binding][1]
+
+
+def told(name: str, setting: Setting[int] | Setting[Fraction]) -> str:
+    """``total_bytes = 4GiB (--total-bytes)``."""
+    return f"{name} = {setting.text or setting.value}" + (f" ({setting.where})" if setting.where else "")
+
+
+def _bar(
+    budget: Budget, charged: Charges, price: PoolPrice, *, num_blocks: int, caps: Sequence[Cap]
+) -> tuple[int, int]:
+    """KV bytes with every other line at its high, and at its low; caps that are no matter of money still hold."""
+    fixed_caps = [cap.kv_bytes for cap in caps if cap.name in ("kv_bytes", "kv_tokens", "limits")]
+
+    def at(fixed_change: int) -> int:
+        rest = budget.rest - fixed_change
+        blocks = price.blocks_within(int(rest * budget.fraction) if rest > 0 else 0)
+        return min([price.kv_bytes(blocks), *fixed_caps])
+
+    now = price.kv_bytes(num_blocks)
+    return (
+        min(now, at(sum(line.high - line.bytes for line in charged.fixed))),
+        max(now, at(sum(line.low - line.bytes for line in charged.fixed))),
+    )
+
+
+def _attended_cap(charged: Charges, price: PoolPrice, num_blocks: int) -> int | None:
+    """Tokens one step may attend to so that every growing scratch holds; None where nothing grows."""
+    granted = price.granted_bytes(num_blocks)
+    return min(
+        (have // rated.bytes_per_token for have, rated in zip(granted, charged.rated, strict=True)), default=None
+    )
+
+
+def _steps(
+    budget: Budget,
+    charged: Charges,
+    price: PoolPrice,
+    *,
+    caps: Sequence[Cap],
+    num_blocks: int,
+    page_losses: dict[str, int],
+) -> tuple[Step, ...]:
+    """The derivation from the device to tokens; ``before op operand = after`` in every row."""
+    steps: list[Step] = []
+    now = budget.device
+
+    def take(name: str, operand: int, reason: str, *, op: str = "-") -> None:
+        nonlocal now
+        after = min(now, operand) if op == "min" else now - operand
+        steps.append(Step(name=name, op=op, reason=reason, before=now, operand=operand, after=after))
+        now = after
+
+    take("foreign", budget.foreign, "other processes on the device")
+    take("keep_free", budget.keep_free, "left alone, as asked")
+    if budget.total_bytes is not None:
+        take("total_bytes", budget.total_bytes, "everything the engine may take", op="min")
+    for line in charged.fixed:
+        if line.bytes:
+            take(line.name, line.bytes, line.reason)
+    take("page rounding", sum(page_losses.values()), "weights and scratch are committed in whole pages")
+    if budget.fraction < 1:
+        reason = f"kv_fraction {budget.fraction} of the rest; the operand is what it leaves"
+        take("kv_fraction", budget.rest - budget.pool, reason)
+    return (*steps, *_unit_steps(now, price, caps=caps, num_blocks=num_blocks))
+
+
+def _unit_steps(pool: int, price: PoolPrice, *, caps: Sequence[Cap], num_blocks: int) -> list[Step]:
+    """Bytes to whole blocks, counted in tokens; then the cap that allows fewer."""
+    affordable = price.blocks_within(pool) * price.block_tokens
+    growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""
+    each = (
+        f"whole blocks of {price.block_tokens} tokens, {format_bytes(price.block_bytes)} each{growing}, in whole pages"
+    )
+    steps = [
+        Step(name="blocks", op="tokens for", reason=each, before=pool, operand=price.block_bytes, after=affordable)
+    ]
+    tokens = num_blocks * price.block_tokens
+    if tokens < affordable:
+        cap = next(cap for cap in caps if cap.binding)
+        reason = f"no more, by {cap.setting}"
+        steps.append(
+            Step(name=cap.name, op="min tokens", reason=reason, before=affordable, operand=tokens, after=tokens)
+        )
+    return steps

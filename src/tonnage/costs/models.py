@@ -1,0 +1,99 @@
+"""From what a user types for MODEL to a ``ModelConfig``: a folder, a config.json, an alias, or a hub id."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+
+from tonnage.costs.config import ModelConfig
+from tonnage.errors import ModelNotFound
+
+#: Models whose shape comes with the package: alias -> (file under costs/data, name shown).
+EMBEDDED = {"smollm2": ("smollm2-135m-instruct.json", "SmolLM2-135M-Instruct")}
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+_HUB_SECONDS = 5
+_REMEDY = "check the name, or download the model where there is a network and give its folder"
+
+
+def find_config(model: str | os.PathLike[str]) -> ModelConfig:
+    """The shape of MODEL. A path that exists wins over an alias, an alias over the hub.
+
+    Raises ``ModelNotFound`` where nothing of that name is within reach, ``ModelConfigError`` where its config.json
+    cannot be used. Nothing but config.json is downloaded.
+    """
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if text and (path.is_file() or (path / "config.json").is_file()):
+        return ModelConfig.read(path)
+    if text.lower() in EMBEDDED:
+        return embedded_config(text.lower())
+    if path.is_dir():
+        raise ModelNotFound(f"{text}: the folder holds no config.json", knob="model", value=text, remedy=_REMEDY)
+    if not _HUB_ID.match(text) or text.endswith(".json"):
+        raise ModelNotFound(f"{text!r}: no such folder or file", knob="model", value=text, remedy=_REMEDY)
+    return ModelConfig.read(_hub_config(text), name=text)
+
+
+def embedded_config(alias: str) -> ModelConfig:
+    """The shape of a model that ships with the package, by alias."""
+    file, name = EMBEDDED[alias]
+    with resources.as_file(resources.files("tonnage.costs") / "data" / file) as path:
+        return ModelConfig.read(path, name=name)
+
+
+def _hub_config(model: str) -> str:
+    """The path of config.json in the hub client's cache, downloaded if need be."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ModelNotFound(
+            f"{model}: no such folder, and huggingface_hub is not installed", knob="model", value=model, remedy=_REMEDY
+        ) from None
+    with _silence():
+        try:
+            cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+            if isinstance(cached, str):
+                return cached
+            # One plain request first: the download call retries for half a minute where there is no network.
+            url = huggingface_hub.hf_hub_url(model, "config.json")
+            huggingface_hub.get_session().head(url, timeout=_HUB_SECONDS)
+            return str(huggingface_hub.hf_hub_download(model, "config.json", etag_timeout=_HUB_SECONDS))
+        except Exception as error:  # noqa: BLE001 - the client raises a dozen unrelated types; all mean the same here
+            raise ModelNotFound(
+                f"{model}: no such folder, and the hub did not give its config.json ({_why(error)})",
+                knob="model",
+                value=model,
+                remedy=_REMEDY,
+            ) from None
+
+
+def _why(error: Exception) -> str:
+    known = {
+        "GatedRepoError": "access to it must be asked for",
+        "RepositoryNotFoundError": "there is no such model, or it is private",
+        "EntryNotFoundError": "it has no config.json",
+        "RemoteEntryNotFoundError": "it has no config.json",
+        "HFValidationError": "not a model id",
+        "OfflineModeIsEnabled": "the client is set to offline",
+    }
+    return known.get(type(error).__name__, "it cannot be reached")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep the client's log lines and warnings out of our output."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

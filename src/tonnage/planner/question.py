@@ -1,0 +1,192 @@
+"""One question to the budget, and its answer: limits resolved or fitted, claims gathered, plan or refusal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+import tonnage
+from tonnage.budget.plan import PlanInputs, plan
+from tonnage.budget.search import largest
+from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
+from tonnage.costs.config import ModelConfig
+from tonnage.costs.kv import kv_layout
+from tonnage.errors import DoesNotFit, InvalidSetting
+from tonnage.hardware import Card
+from tonnage.planner.claims import claims_for, without
+from tonnage.planner.limits import resolve_limits
+from tonnage.planner.predict import predict
+from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
+from tonnage.units import format_bytes, round_down
+
+#: Knobs whose rooms do not exist yet: a value would have no effect, so it is refused.
+LATER_KNOBS = ("host_kv_bytes", "disk_kv_bytes", "state_dtype", "scratch", "attended_tokens", "admission", "graphs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Everything a plan depends on. ``measured`` None: planned with no device, from closed forms.
+
+    ``weights`` does not depend on the limits, so it is computed once and carried along.
+    """
+
+    config: ModelConfig
+    card: Card
+    knobs: Knobs
+    limit_knobs: LimitKnobs
+    rank: Rank
+    dtype: str
+    backend: str
+    page_bytes: int
+    weights: Quantity
+    measured: Measured | None = None
+    extra_claims: tuple[Claim, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def block_tokens(self) -> int:
+        return self.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
+
+
+def answer(question: Question) -> MemoryPlan:
+    """The plan, with the largest max_seq_len that fits where it was left open and the model's own does not.
+
+    Raises ``DoesNotFit`` without remedies, or ``InvalidSetting``.
+    """
+    check_knobs(question.knobs)
+    if question.limit_knobs.max_seq_len.is_set:
+        return _answer_at(question, None)
+    try:
+        return _answer_at(question, None)
+    except DoesNotFit:
+        fitted = fitted_seq_len(question)
+        if fitted is None:
+            return _answer_at(question, min(question.block_tokens, question.config.max_position_embeddings))
+        return _answer_at(question, fitted)
+
+
+def fitted_seq_len(question: Question) -> int | None:
+    """The largest max_seq_len with which the question has a plan, in whole blocks if it is longer than one."""
+
+    def fits(tokens: int) -> bool:
+        try:
+            _answer_at(question, tokens)
+        except DoesNotFit:
+            return False
+        return True
+
+    found = largest(fits, low=1, high=question.config.max_position_embeddings)
+    if found is None or found < question.block_tokens or found == question.config.max_position_embeddings:
+        return found
+    return round_down(found, question.block_tokens)
+
+
+def check_knobs(knobs: Knobs) -> None:
+    """Raise ``InvalidSetting`` for knobs that this release does not know how to obey, and for values out of range."""
+    for name, setting in knobs.items():
+        if setting.value is None:
+            continue
+        if name in LATER_KNOBS:
+            raise InvalidSetting(name, setting.text or setting.value, "not in this release", remedy=f"leave {name} out")
+        if name == "kv_fraction":
+            _check_fraction(setting.value)
+        elif name != "kv_dtype":
+            _check_size(name, setting.value, least=0 if name == "keep_free_bytes" else 1)
+
+
+def _check_fraction(value: object) -> None:
+    if not isinstance(value, Fraction | int) or not 0 < value <= 1:
+        raise InvalidSetting("kv_fraction", value, "outside 0 < share <= 1", remedy="write a share such as 0.9 or 9/10")
+
+
+def _check_size(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidSetting(name, value, "not a whole number above 0", remedy=f"write {least} or more")
+
+
+def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
+    """One run of the arithmetic; ``fitted`` stands in for a max_seq_len that was left open."""
+    config, knobs, card = question.config, question.knobs, question.card
+    limits, settings = resolve_limits(config, question.limit_knobs, fitted_seq_len=fitted)
+    kv_dtype = knobs.kv_dtype.or_else(question.dtype)
+    block_tokens = question.block_tokens
+    layout = kv_layout(config, kv_dtype=kv_dtype, block_tokens=block_tokens, rank=question.rank)
+    claims = claims_for(
+        config,
+        limits,
+        backend=question.backend,
+        kv_dtype=kv_dtype,
+        block_tokens=block_tokens,
+        rank=question.rank,
+        device_kind=card.kind,
+    )
+    return plan(
+        PlanInputs(
+            device_name=card.name,
+            model_name=config.name,
+            chip=card.chip,
+            measured=question.measured or _predicted(question, limits),
+            claims=without((*claims, *question.extra_claims), knobs.disabled_claims),
+            layout=layout,
+            page_bytes=question.page_bytes,
+            knobs=knobs,
+            limits=limits,
+            limit_knobs=settings,
+            fingerprint=fingerprint(question, limits),
+            warnings=_warnings(question, limits, fitted),
+        )
+    )
+
+
+def _predicted(question: Question, limits: Limits) -> Measured:
+    return predict(
+        question.config,
+        card=question.card,
+        limits=limits,
+        rank=question.rank,
+        dtype=question.dtype,
+        weights=question.weights,
+    )
+
+
+def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[str, ...]:
+    config, card, total = question.config, question.card, question.knobs.total_bytes.value
+    found = [f"{config.name}: {note}" for note in config.notes]
+    if fitted is not None:
+        found.append(
+            f"max_seq_len is {limits.max_seq_len:,}, the largest that fits; the model has "
+            f"{config.max_position_embeddings:,} positions"
+        )
+    if total is not None and total > card.total_bytes:
+        found.append(
+            f"total_bytes allows {format_bytes(total)}, more than the device has ({format_bytes(card.total_bytes)}); "
+            "the device's size holds"
+        )
+    if question.measured is None and card.total.low != card.total.high:
+        found.append(
+            f"{card.name} reports between {format_bytes(card.total.low)} and {format_bytes(card.total.high)}; "
+            f"planned with {format_bytes(card.total.bytes)}" + (f" ({card.note})" if card.note else "")
+        )
+    return tuple(found)
+
+
+def fingerprint(question: Question, limits: Limits) -> str:
+    """SHA-256 over canonical JSON of what the plan depends on: equal fingerprints, equal plans and equal probes."""
+    config, rank = question.config, question.rank
+    known: Mapping[str, object] = {
+        "model": dict(config.raw) or {"name": config.name},
+        "weights": [question.dtype, question.weights.bytes],
+        "limits": {f.name: getattr(limits, f.name) for f in fields(limits)},
+        "knobs": {name: str(setting.value) for name, setting in question.knobs.items() if setting.is_set},
+        "disabled_claims": sorted(question.knobs.disabled_claims),
+        "rank": {f.name: getattr(rank, f.name) for f in fields(rank)},
+        "family": config.model_type,
+        "attention": question.backend,
+        "device": [question.card.name, question.card.total_bytes, question.card.num_sms, question.page_bytes],
+        "versions": {"tonnage": tonnage.__version__, **dict(question.versions)},
+    }
+    text = json.dumps(known, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,163 @@
+"""What would make a refused plan work: each suggestion is one change that was planned and fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tonnage.budget.search import largest, smallest
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Origin, Setting
+from tonnage.errors import DoesNotFit, UserError
+from tonnage.layout import DTYPE_BYTES
+from tonnage.planner.question import Question, answer
+from tonnage.units import MiB, TiB, ceil_div, format_bytes
+
+#: Where max_seq_len was left open, a remedy must make room for sequences of this many tokens: fewer are of no use.
+USEFUL_TOKENS = 4096
+#: Searches for a size of memory stop here.
+MOST_BYTES = 64 * TiB
+
+
+def with_remedies(question: Question, refusal: DoesNotFit) -> DoesNotFit:
+    """The same refusal with the changes that work, most specific first."""
+    aim = _aim(question)
+    found = [remedy for find in _REMEDIES if (remedy := find(aim))]
+    if found and aim is not question:
+        found[-1] += f" (room for sequences of {aim.limit_knobs.max_seq_len.value:,} tokens)"
+    return DoesNotFit(
+        refusal.what,
+        need_bytes=refusal.need_bytes,
+        have_bytes=refusal.have_bytes,
+        remedies=found,
+        need=refusal.need,
+        have=refusal.have,
+        where="host" if question.card.kind == "host" else "device",
+    )
+
+
+def _aim(question: Question) -> Question:
+    """The question with a max_seq_len worth having, where the user named none."""
+    if question.limit_knobs.max_seq_len.is_set:
+        return question
+    tokens = min(USEFUL_TOKENS, question.config.max_position_embeddings)
+    return _limited(question, "max_seq_len", tokens)
+
+
+def plans(question: Question) -> bool:
+    """Whether the question has a plan."""
+    try:
+        answer(question)
+    except UserError:
+        return False
+    return True
+
+
+def _set(value: int) -> Setting[int]:
+    return Setting(value, str(value), Origin.FIT, None)
+
+
+def _limited(question: Question, name: str, value: int) -> Question:
+    limits: LimitKnobs = replace(question.limit_knobs, **{name: _set(value)})
+    return replace(question, limit_knobs=limits)
+
+
+def _priced(question: Question, name: str, value: int) -> Question:
+    changed: dict[str, Any] = {name: _set(value)}
+    return replace(question, knobs=replace(question.knobs, **changed))
+
+
+def _smaller_seq_len(aim: Question) -> str | None:
+    asked = aim.limit_knobs.max_seq_len.or_else(1)
+    found = largest(lambda n: plans(_limited(aim, "max_seq_len", n)), low=1, high=asked - 1)
+    return None if found is None else f"lower max_seq_len to {found}"
+
+
+def _smaller_num_tokens(aim: Question) -> str | None:
+    if aim.measured is not None:
+        return None  # the probes ran at this size; a smaller one would have to be measured again
+    least = aim.limit_knobs.max_batch_size.or_else(1)
+    asked = aim.limit_knobs.max_num_tokens.or_else(8192)
+    found = largest(lambda n: plans(_limited(aim, "max_num_tokens", n)), low=least, high=asked - 1)
+    return None if found is None else f"lower max_num_tokens to {found}"
+
+
+def _smaller_batch(aim: Question) -> str | None:
+    if aim.measured is not None:
+        return None
+    asked = aim.limit_knobs.max_batch_size.or_else(256)
+    found = largest(lambda n: plans(_limited(aim, "max_batch_size", n)), low=1, high=asked - 1)
+    return None if found is None else f"lower max_batch_size to {found}"
+
+
+def _narrower_kv(aim: Question) -> str | None:
+    now = aim.knobs.kv_dtype.or_else(aim.dtype)
+    if DTYPE_BYTES.get(now) != 4:
+        return None  # 8-bit caches need scales that no backend here keeps
+    narrower = Setting("bfloat16", "bfloat16", Origin.FIT, None)
+    changed = replace(aim, knobs=replace(aim.knobs, kv_dtype=narrower))
+    return "set kv_dtype to bfloat16" if plans(changed) else None
+
+
+def _raised(name: str, unit: int) -> Callable[[Question], str | None]:
+    """Raise a cap that was set, to the smallest multiple of ``unit`` that works."""
+
+    def find(aim: Question) -> str | None:
+        now = getattr(aim.knobs, name).value
+        if now is None:
+            return None
+        low, high = now // unit + 1, ceil_div(MOST_BYTES, unit)
+        found = smallest(lambda n: plans(_priced(aim, name, n * unit)), low=low, high=high)
+        return None if found is None else f"raise {name} to {_size(found * unit) if unit > 1 else found}"
+
+    return find
+
+
+def _whole_fraction(aim: Question) -> str | None:
+    if not aim.knobs.kv_fraction.is_set or not plans(replace(aim, knobs=replace(aim.knobs, kv_fraction=Setting()))):
+        return None
+    return "leave kv_fraction out (all of it)"
+
+
+def _less_keep_free(aim: Question) -> str | None:
+    now = aim.knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES)
+    found = largest(lambda n: plans(_priced(aim, "keep_free_bytes", n * MiB)), low=0, high=ceil_div(now, MiB) - 1)
+    return None if found is None else f"lower keep_free_bytes to {_size(found * MiB)}"
+
+
+def _more_memory(aim: Question) -> str | None:
+    total = aim.card.total_bytes
+
+    def enough(num_mib: int) -> bool:
+        return plans(_on_memory(aim, num_mib * MiB))
+
+    found = smallest(enough, low=total // MiB + 1, high=MOST_BYTES // MiB)
+    if found is None:
+        return None
+    size = _size(found * MiB)
+    return f"use a device of at least {size}" if aim.card.sm else f"give it {size} of memory"
+
+
+def _on_memory(aim: Question, num_bytes: int) -> Question:
+    measured = aim.measured and replace(aim.measured, device_bytes=num_bytes)
+    return replace(aim, card=aim.card.with_total(num_bytes), measured=measured)
+
+
+def _size(num_bytes: int) -> str:
+    """As a person can type it: exact, without decimals."""
+    text = format_bytes(num_bytes)
+    return f"{num_bytes // MiB}MiB" if "." in text else text.replace(" ", "")
+
+
+_REMEDIES: tuple[Callable[[Question], str | None], ...] = (
+    _smaller_seq_len,
+    _smaller_num_tokens,
+    _smaller_batch,
+    _narrower_kv,
+    _raised("kv_bytes", MiB),
+    _raised("kv_tokens", 1),
+    _raised("total_bytes", MiB),
+    _whole_fraction,
+    _less_keep_free,
+    _more_memory,
+)
