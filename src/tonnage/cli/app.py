@@ -1,0 +1,149 @@
+"""The program: its verbs, and how it ends. Whatever goes wrong is told in one paragraph on stderr.
+
+Exit codes: 0 done, 1 something failed, 2 the user can mend it (a setting, a file, a model), 130 interrupted,
+141 whoever read our output went away.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import click
+import typer
+
+from tonnage import __version__
+from tonnage.cli.diff import diff
+from tonnage.cli.plan import plan
+from tonnage.cli.report import report
+from tonnage.cli.run import run
+from tonnage.errors import TonnageError
+
+#: Adding a verb is one file, and one line here.
+VERBS = (plan, run, report, diff)
+
+TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
+INTERRUPTED, PIPE_CLOSED = 130, 141
+
+
+def build_app() -> typer.Typer:
+    """A fresh app; plain help, no boxes, no traceback of its own (each costs an import of rich)."""
+    app = typer.Typer(
+        name="tonnage",
+        help="One memory budget for an LLM inference engine: planned, built, audited.",
+        no_args_is_help=True,
+        add_completion=False,
+        suggest_commands=False,  # click does
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_top)
+    for verb in VERBS:
+        app.command()(verb)
+    return app
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"tonnage {__version__}")
+        raise typer.Exit
+
+
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    del version
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code. Never raises."""
+    _print_anything()
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return _pipe_closed()
+    except KeyboardInterrupt:
+        tell("interrupted")
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last place: nothing may reach the user as a traceback
+        _show_traceback()
+        text, code = explain(error)
+        tell(text)
+        return code
+
+
+def _dispatch(argv: list[str]) -> int:
+    command = typer.main.get_command(build_app())
+    try:
+        with command.make_context("tonnage", argv) as context:
+            ended = command.invoke(context)
+            return ended if isinstance(ended, int) else 0
+    except click.exceptions.NoArgsIsHelpError as empty:
+        print(empty.format_message(), file=sys.stderr)
+        return empty.exit_code
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 1
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """The paragraph and the exit code for an exception."""
+    if isinstance(error, TonnageError):
+        return str(error), error.exit_code
+    if isinstance(error, click.UsageError):
+        verb = error.ctx.command_path if error.ctx else "tonnage"
+        told = error.format_message()
+        return f"{told if told.endswith(('.', '?')) else told + '.'} See {verb} --help.", error.exit_code
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}.", 1
+    return (
+        f"This is a defect of Tonnage, not of what you asked: {type(error).__name__}: {error}. "
+        f"Set {TRACEBACK_VARIABLE}=1 to see where, and please report it.",
+        1,
+    )
+
+
+def tell(text: str) -> None:
+    """One paragraph on stderr, wrapped where it is a terminal."""
+    paragraph = f"tonnage: {text}"
+    if sys.stderr.isatty():
+        import shutil
+        import textwrap
+
+        width = shutil.get_terminal_size().columns
+        paragraph = textwrap.fill(paragraph, width, break_long_words=False, break_on_hyphens=False)
+    print(paragraph, file=sys.stderr)
+
+
+def _show_traceback() -> None:
+    if os.environ.get(TRACEBACK_VARIABLE):
+        import traceback
+
+        traceback.print_exc()
+
+
+def _pipe_closed() -> int:
+    """Say nothing, and keep the interpreter from flushing into the closed pipe when it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return PIPE_CLOSED
+
+
+def _print_anything() -> None:
+    """A terminal that cannot show a character gets a question mark instead of an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -1,0 +1,139 @@
+"""What ``tonnage run`` is asked to do: prompts from the command line or from JSON lines.
+
+A broken line is a ``Failure`` with its number; the lines around it are read all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tonnage.errors import InputError, TonnageError
+from tonnage.units import parse_count
+
+KEYS = ("id", "prompt", "messages", "max_tokens")
+_EXAMPLE = '{"prompt": "Hello"}'
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request as it was read; exactly one of ``prompt`` and ``messages`` is given. ``where``: "line 3"."""
+
+    id: str
+    where: str
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A request that did not finish, and why; ``id`` is None where none could be read."""
+
+    where: str
+    id: str | None
+    why: str
+
+    def told(self) -> str:
+        return f"{self.where}{f' (id {self.id})' if self.id else ''}: {self.why}"
+
+
+@dataclass(slots=True)
+class Asks:
+    """Everything that was read. ``ignored`` counts keys of input lines that mean nothing here."""
+
+    asks: list[Ask] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return len(self.asks) + len(self.failures)
+
+
+def from_prompts(prompts: Sequence[str]) -> Asks:
+    """One request a ``--prompt``."""
+    return Asks([Ask(id=f"prompt-{n}", where=f"--prompt {n}", prompt=text) for n, text in enumerate(prompts, 1)])
+
+
+def from_lines(lines: Iterable[bytes], *, file: str) -> Asks:
+    """One request a line; blank lines are passed over. Raises ``InputError`` where there is nothing but blank lines."""
+    found, seen = Asks(), dict[str, int]()
+    for number, raw in enumerate(lines, 1):
+        if raw.strip() in (b"", b"\xef\xbb\xbf"):
+            continue
+        given: dict[str, Any] = {}
+        try:
+            given = _object(raw)
+            ask = _ask(given, number, seen)
+        except TonnageError as broken:
+            known = given.get("id")
+            why = broken.what if isinstance(broken, InputError) else str(broken)
+            found.failures.append(Failure(where=f"line {number}", id=None if known is None else str(known), why=why))
+            continue
+        found.asks.append(ask)
+        found.ignored.update(given.keys() - set(KEYS))
+    if not found.total:
+        raise InputError(f"{file} holds no requests", value=file, remedy=f"write one object a line, such as {_EXAMPLE}")
+    return found
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as fault:
+        raise InputError(f"not UTF-8 text (byte {fault.start + 1})") from None
+    except json.JSONDecodeError as fault:
+        raise InputError(f"not JSON at column {fault.colno} ({fault.msg})") from None
+    except (ValueError, RecursionError) as fault:
+        raise InputError(f"not JSON ({fault})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"not an object such as {_EXAMPLE}")
+    return value
+
+
+def _ask(given: dict[str, Any], number: int, seen: dict[str, int]) -> Ask:
+    name = _id(given.get("id", f"line-{number}"))
+    if name in seen:
+        raise InputError(f"id {name!r} is that of line {seen[name]} too")
+    prompt, messages = given.get("prompt"), given.get("messages")
+    if (prompt is None) == (messages is None):
+        raise InputError('needs either "prompt" or "messages"' + (", not both" if prompt is not None else ""))
+    if prompt is not None and not isinstance(prompt, str):
+        raise InputError('"prompt" is not text')
+    limit = given.get("max_tokens")
+    ask = Ask(
+        id=name,
+        where=f"line {number}",
+        prompt=prompt,
+        messages=None if messages is None else _messages(messages),
+        max_tokens=None if limit is None else _max_tokens(limit),
+    )
+    seen[name] = number
+    return ask
+
+
+def _id(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise InputError('"id" is neither text nor a whole number')
+    return str(value)
+
+
+def _max_tokens(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError('"max_tokens" is not a whole number')
+    return parse_count(value, knob="max_tokens")
+
+
+def _messages(value: object) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise InputError('"messages" is not a list of messages')
+    for place, message in enumerate(value):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise InputError(f'"messages"[{place}] is not an object with text under "role" and "content"')
+    return [{"role": message["role"], "content": message["content"]} for message in value]

@@ -1,0 +1,92 @@
+"""``tonnage plan``: the split of a device for a model, with neither at hand."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tonnage.cli import options as opt
+from tonnage.errors import UserError
+
+if TYPE_CHECKING:
+    from tonnage.hardware import Card
+
+Output = Annotated[
+    str | None, typer.Option("--output", metavar="FILE", help="Also keep the plan as JSON.", show_default=False)
+]
+
+
+def plan(
+    model: opt.Model,
+    device: opt.Device = None,
+    memory: opt.Memory = None,
+    max_seq_len: opt.MaxSeqLen = None,
+    max_batch_size: opt.MaxBatchSize = None,
+    max_num_tokens: opt.MaxNumTokens = None,
+    total_bytes: opt.TotalBytes = None,
+    keep_free_bytes: opt.KeepFreeBytes = None,
+    kv_fraction: opt.KVFraction = None,
+    kv_bytes: opt.KVBytes = None,
+    kv_tokens: opt.KVTokens = None,
+    kv_dtype: opt.KVDtype = None,
+    block_tokens: opt.BlockTokens = None,
+    dtype: opt.Dtype = None,
+    as_json: opt.AsJson = False,
+    output: Output = None,
+    force: opt.Force = False,
+) -> None:
+    """Split a device's memory for a model, with neither at hand.
+
+    MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage plan ./llama-3.1-8b --device H100
+    """
+    knobs = opt.read_knobs(
+        total_bytes=total_bytes,
+        keep_free_bytes=keep_free_bytes,
+        kv_fraction=kv_fraction,
+        kv_bytes=kv_bytes,
+        kv_tokens=kv_tokens,
+        kv_dtype=kv_dtype,
+        block_tokens=block_tokens,
+    )
+    limits = opt.read_limits(max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
+    card, weights_dtype = card_of(device, memory), opt.read_dtype(dtype)
+
+    from tonnage.costs.models import find_config
+    from tonnage.planner import plan_without_device
+    from tonnage.report import check_writable, plan_text, write_file
+
+    if output is not None:
+        check_writable(output, force=force, flag="--output")
+    made = plan_without_device(find_config(model), card=card, knobs=knobs, limit_knobs=limits, dtype=weights_dtype)
+    if output is not None:
+        write_file(output, plan_text(made), force=force, flag="--output")
+    if as_json:
+        print(plan_text(made), end="")
+        return
+
+    from tonnage.report.draw import console_for
+    from tonnage.report.table import show_plan
+
+    show_plan(made, console_for(sys.stdout))
+
+
+def card_of(device: str | None, memory: str | None) -> Card:
+    """The device that the two flags name. Raises ``UserError`` for neither, or for both where they contradict."""
+    from tonnage.hardware import card_for
+
+    num_bytes = opt.read_bytes(memory, "--memory")
+    if device is None and num_bytes is None:
+        raise UserError(
+            "tonnage plan does not know the device",
+            need="--device NAME or --memory SIZE",
+            remedy="add --device H100, or --memory 80GiB for a device of that size",
+        )
+    if device is not None and num_bytes is not None and device.strip().lower() not in ("host", "cpu"):
+        raise UserError(
+            f"--device {device} and --memory {memory} both say how large the device is",
+            need="one of them",
+            remedy=f"to take part of a card: --device {device} --total-bytes {memory}",
+        )
+    return card_for(device, num_bytes)

@@ -1,0 +1,244 @@
+"""``tonnage run``: generate text inside a memory plan, and show the ledger, planned against actual."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tonnage.cli import options as opt
+from tonnage.cli.asks import Asks, from_lines, from_prompts
+from tonnage.errors import InputError, TonnageError, UserError
+from tonnage.units import parse_count
+
+if TYPE_CHECKING:
+    from tonnage.cli.serving import ResultLines, Serving, Tally
+    from tonnage.report import RunResult
+
+INTERRUPTED = 130
+#: Failures told one by one on stderr; ``--output`` holds them all.
+NUM_FAILURES_TOLD = 20
+#: Characters of a completion that are shown when the requests came from a file.
+NUM_CHARACTERS = 400
+
+Prompts = Annotated[
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; may be repeated.", show_default=False)
+]
+Input = Annotated[
+    str | None,
+    typer.Option("--input", metavar="FILE", help='JSON lines: {"prompt": "..."}; - is stdin.', show_default=False),
+]
+Output = Annotated[
+    str | None,
+    typer.Option("--output", metavar="FILE", help="Results as JSON lines, as they finish; - is stdout.",
+                 show_default=False),
+]  # fmt: skip
+RunFilePath = Annotated[
+    str | None,
+    typer.Option("--run-file", metavar="FILE", help="Keep counts, ledger and plan as JSON.", show_default=False),
+]
+MaxTokens = Annotated[
+    str,
+    typer.Option(
+        "--max-tokens", metavar="N", help="Tokens to generate for a request (default 128).", show_default=False
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template (default: if it has one).",
+                 show_default=False),
+]  # fmt: skip
+
+
+def run(
+    model: opt.Model,
+    prompt: Prompts = None,
+    input_file: Input = None,
+    output: Output = None,
+    run_file: RunFilePath = None,
+    memory: opt.Memory = None,
+    max_tokens: MaxTokens = "128",
+    chat: Chat = None,
+    max_seq_len: opt.MaxSeqLen = None,
+    max_batch_size: opt.MaxBatchSize = None,
+    max_num_tokens: opt.MaxNumTokens = None,
+    total_bytes: opt.TotalBytes = None,
+    keep_free_bytes: opt.KeepFreeBytes = None,
+    kv_fraction: opt.KVFraction = None,
+    kv_bytes: opt.KVBytes = None,
+    kv_tokens: opt.KVTokens = None,
+    kv_dtype: opt.KVDtype = None,
+    block_tokens: opt.BlockTokens = None,
+    dtype: opt.Dtype = None,
+    as_json: opt.AsJson = False,
+    force: opt.Force = False,
+) -> int:
+    """Generate text inside a memory plan; what finds no memory waits.
+
+    MODEL is a folder, smollm2, or a hub id. Example: tonnage run smollm2 --prompt "Hello" --memory 1500MiB
+    """
+    knobs = opt.read_knobs(
+        total_bytes=total_bytes,
+        keep_free_bytes=keep_free_bytes,
+        kv_fraction=kv_fraction,
+        kv_bytes=kv_bytes,
+        kv_tokens=kv_tokens,
+        kv_dtype=kv_dtype,
+        block_tokens=block_tokens,
+    )
+    limits = opt.read_limits(max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
+    settings = {
+        "model": model, "memory_bytes": opt.read_bytes(memory, "--memory"), "knobs": knobs, "limit_knobs": limits,
+        "dtype": opt.read_dtype(dtype),
+    }  # fmt: skip
+    num_tokens = parse_count(max_tokens, knob="--max-tokens")
+    _check_files(output, run_file, as_json=as_json, force=force)
+    asks = read_asks(prompt or [], input_file)
+    tally, result = _serve(
+        settings, asks, max_tokens=num_tokens, chat=chat, output=output, as_json=as_json, force=force
+    )
+    if run_file is not None:
+        from tonnage.report import run_text, write_file
+
+        write_file(run_file, run_text(result), force=force, flag="--run-file")
+    _show(result, tally, asks, as_json=as_json, output=output)
+    return INTERRUPTED if tally.interrupted else int(bool(tally.failures))
+
+
+def read_asks(prompts: list[str], input_file: str | None) -> Asks:
+    """Raises ``UserError`` for neither or both, ``InputError`` for a file that cannot be read or holds nothing."""
+    if bool(prompts) == (input_file is not None):
+        raise UserError(
+            "tonnage run was given both --prompt and --input" if prompts else "tonnage run has nothing to do",
+            need='one of --prompt TEXT (may be repeated) and --input FILE (JSON lines such as {"prompt": "Hello"})',
+            remedy="keep one of them" if prompts else 'add --prompt "Hello"',
+        )
+    if input_file is None:
+        return from_prompts(prompts)
+    if input_file == "-":
+        return from_lines(sys.stdin.buffer, file="stdin")
+    try:
+        with Path(input_file).open("rb") as lines:
+            return from_lines(lines, file=input_file)
+    except OSError as fault:
+        raise InputError(f"--input {input_file} cannot be read: {fault.strerror}", knob="--input") from None
+
+
+def _check_files(output: str | None, run_file: str | None, *, as_json: bool, force: bool) -> None:
+    """Whatever is wrong with the output files is told before a model is loaded."""
+    from tonnage.report import check_writable
+
+    if output == "-" and as_json:
+        raise UserError(
+            "--output - and --json both write to stdout", remedy="give --output a file, or --run-file instead of --json"
+        )
+    if output not in (None, "-"):
+        check_writable(str(output), force=force, flag="--output")
+    if run_file is not None:
+        check_writable(run_file, force=force, flag="--run-file")
+
+
+def _serve(
+    settings: dict[str, Any],
+    asks: Asks,
+    *,
+    max_tokens: int,
+    chat: bool | None,
+    output: str | None,
+    as_json: bool,
+    force: bool,
+) -> tuple[Tally, RunResult]:
+    """Start the engine, serve everything, and take its result before it is closed."""
+    from tonnage.cli.display import make_display
+    from tonnage.cli.serving import ResultLines, Serving
+
+    streams = len(asks.asks) == 1 and sys.stdout.isatty() and not as_json and output != "-"
+    with closing(make_display(sys.stderr)) as display, closing(ResultLines(output, force=force)) as results:
+        display.stage("import")
+        start, options = _engine_room()
+        with closing(start(options(**settings), on_stage=display.stage)) as engine:
+            if streams:
+                display.close()
+            serving = Serving(engine, asks, results=results, display=display)
+            in_chat = engine.text.has_chat_template if chat is None else chat
+            _run(serving, results, max_tokens=max_tokens, chat=in_chat, on_token=_print_token if streams else None)
+            if streams:
+                serving.tally.shown.clear()
+                print()
+            return serving.tally, serving.tally.counted_into(engine.result())
+
+
+def _run(serving: Serving, results: ResultLines, **how: Any) -> None:
+    try:
+        serving.run(**how)
+    except TonnageError:
+        if results.path not in (None, "-") and serving.tally.finished:
+            print(f"{serving.tally.finished} finished requests are kept in {results.path}", file=sys.stderr)
+        raise
+
+
+def _engine_room() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``start`` and ``EngineOptions``. Raises ``UserError`` where the engine's libraries are not installed."""
+    try:
+        from tonnage.engine import EngineOptions, start
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.split(".")[0] == "tonnage":
+            raise
+        raise UserError(
+            f"tonnage run needs the engine's libraries, and {missing.name!r} is not installed",
+            need="the extra tonnage[engine] (tonnage plan, report and diff work without it)",
+            remedy="pip install 'tonnage[engine]' -c constraints.txt",
+        ) from None
+    return start, EngineOptions
+
+
+def _print_token(_id: str, _token: int, text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _show(result: RunResult, tally: Tally, asks: Asks, *, as_json: bool, output: str | None) -> None:
+    """The end of a run: JSON alone, or some of the text and the ledger; failures always on stderr."""
+    if as_json:
+        from tonnage.report import run_text
+
+        print(run_text(result), end="")
+    else:
+        from tonnage.report.draw import console_for
+        from tonnage.report.run_table import show_run
+
+        # stdout belongs to the results where they go there
+        stream = sys.stderr if output == "-" else sys.stdout
+        if output != "-":
+            _show_texts(tally, asks, kept=output)
+        show_run(result, console_for(stream), with_plan=False)
+    sys.stdout.flush()
+    for line in _failures(tally, asks, output):
+        print(line, file=sys.stderr)
+
+
+def _show_texts(tally: Tally, asks: Asks, *, kept: str | None) -> None:
+    for ask in asks.asks:
+        if ask.id in tally.shown:
+            text = tally.shown[ask.id].strip()
+            shortened = text if len(text) <= NUM_CHARACTERS else text[:NUM_CHARACTERS].rstrip() + " ..."
+            print(f"[{ask.id}]\n{shortened}\n")
+    rest = tally.finished - len(tally.shown)
+    if rest > 0 and tally.shown:
+        print(f"[{rest} more, {f'in {kept}' if kept else '--output FILE keeps them all'}]\n")
+
+
+def _failures(tally: Tally, asks: Asks, output: str | None) -> list[str]:
+    told = [f"failed: {failure.told()}" for failure in tally.failures[:NUM_FAILURES_TOLD]]
+    more = len(tally.failures) - len(told)
+    if more:
+        told.append(f"failed: {more} more" + (f", all in {output}" if output else ""))
+    if asks.ignored:
+        told.append("ignored: " + ", ".join(f"{key!r} in {count} lines" for key, count in asks.ignored.items()))
+    if tally.interrupted:
+        kept = f", kept in {output}" if output not in (None, "-") and tally.finished else ""
+        told.append(f"interrupted: {tally.finished} of {asks.total} requests had finished{kept}")
+    return told
