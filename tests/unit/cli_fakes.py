@@ -1,0 +1,144 @@
+"""An engine made of paper, and the program run in this process: for the tests of the command line."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from report_samples import make_plan, make_run
+
+from tonnage.errors import RequestRefused
+
+with warnings.catch_warnings():
+    # typer 0.20 names what click 8.5 has deprecated; users never see it
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from tonnage.cli import main
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(name="tonnage")
+def tonnage_fixture(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """``tonnage("plan", "x")`` runs the program and returns its exit code and output."""
+
+    def run(*argv: object) -> Ended:
+        code = main([str(arg) for arg in argv])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return Ended(code, out, err)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Completion:
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    finish_reason: str
+    error: str | None = None
+    waited: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    num_finished: int = 0
+    num_running: int = 1
+    num_waiting: int = 2
+    kv_used_tokens: int = 63
+    kv_total_tokens: int = 100
+    generated_tokens: int = 10
+
+
+@dataclass
+class Text:
+    has_chat_template: bool = True
+
+
+@dataclass
+class FakeEngine:
+    """Finishes one request a step, repeating its prompt. A prompt tells what becomes of it:
+
+    "long ..." is refused on arrival, "bad ..." fails, "wait ..." waited, "stop!" is interrupted by Ctrl-C.
+    """
+
+    options: Any = None
+    plan: Any = field(default_factory=make_plan)
+    text: Text = field(default_factory=Text)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    queue: list[dict[str, Any]] = field(default_factory=list)
+    ended: list[Completion] = field(default_factory=list)
+    closed: bool = False
+
+    def request(self, id: str, **given: Any) -> dict[str, Any]:
+        told = given["prompt"] if given["prompt"] is not None else given["messages"][-1]["content"]
+        if told.startswith("long"):
+            raise RequestRefused(id, "The prompt is too long", need="9 tokens", have="max_seq_len = 8")
+        self.asked.append({"id": id, **given})
+        return {"id": id, "told": told, **given}
+
+    def submit(self, request: dict[str, Any]) -> None:
+        self.queue.append(request)
+
+    def cancel(self, request_id: str) -> None:
+        for request in [each for each in self.queue if each["id"] == request_id]:
+            self.queue.remove(request)
+            self.ended.append(Completion(request_id, "", (), 3, "cancelled", waited=True))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.queue or self.ended)
+
+    def step(self) -> list[Completion]:
+        ended, self.ended = self.ended, []
+        if self.queue and not ended:
+            if self.queue[0]["told"] == "stop!":
+                raise KeyboardInterrupt
+            ended = [self._finish(self.queue.pop(0))]
+        return ended
+
+    def _finish(self, request: dict[str, Any]) -> Completion:
+        told = request["told"]
+        if told.startswith("bad"):
+            return Completion(request["id"], "", (), 3, "error", error="the step failed: it was bad")
+        text = f"you said {told}"
+        if request["on_token"]:
+            request["on_token"](request["id"], 1, text)
+        return Completion(request["id"], text, (1, 2), 3, "stop", waited=told.startswith("wait"))
+
+    def progress(self) -> Progress:
+        return Progress()
+
+    def result(self) -> Any:
+        return make_run(self.plan, finished=99, failed=99, waited=99, cancelled=99)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(name="engine")
+def engine_fixture(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """``tonnage run`` finds this one instead of the real engine."""
+    made = FakeEngine()
+
+    def start(options: Any, *, on_stage: Callable[[str], None] | None = None) -> FakeEngine:
+        made.options = options
+        if on_stage:
+            on_stage("load")
+        return made
+
+    room = types.ModuleType("tonnage.engine")
+    room.start, room.EngineOptions = start, types.SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tonnage.engine", room)
+    return made

@@ -1,0 +1,301 @@
+"""``tonnage run`` with an engine made of paper: what is asked of it, what is kept, how it ends."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import Ended, FakeEngine, Progress, engine_fixture, main, tonnage_fixture  # noqa: F401 - fixtures
+
+from tonnage.cli.asks import from_lines
+from tonnage.cli.display import Bar, PlainLines
+from tonnage.config import Origin
+from tonnage.errors import InputError
+
+Program = Callable[..., Ended]
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Callable[..., Path]:
+    def write(*lines: str | bytes) -> Path:
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n")
+        return path
+
+    return write
+
+
+def test_a_prompt_becomes_text_and_a_ledger(tonnage: Program, engine: FakeEngine) -> None:
+    ended = tonnage("run", "m", "--prompt", "hello", "--prompt", "wait a bit", "--memory", "1500MiB")
+    assert ended.code == 0
+    assert "[prompt-1]\nyou said hello\n" in ended.out
+    assert "[prompt-2]\nyou said wait a bit\n" in ended.out
+    assert "2 finished, 0 failed, 0 cancelled; 1 had to wait for memory" in ended.out
+    assert "Ledger, planned against actual" in ended.out
+    assert "unattributed" in ended.out
+    assert "start-up: load" in ended.err
+    assert engine.closed
+    assert engine.options.memory_bytes == 1500 * 2**20
+    assert engine.asked[0]["messages"] == [{"role": "user", "content": "hello"}]
+    assert engine.asked[0]["max_tokens"] == 128
+
+
+def test_settings_reach_the_engine_with_their_flags(tonnage: Program, engine: FakeEngine) -> None:
+    flags = "--max-seq-len 512 --kv-fraction 90% --keep-free-bytes 0 --kv-dtype bf16 --dtype fp32 --max-tokens 7"
+    assert tonnage("run", "m", "--prompt", "hello", *flags.split()).code == 0
+    assert engine.options.limit_knobs.max_seq_len.value == 512
+    assert engine.options.knobs.keep_free_bytes.value == 0
+    assert engine.options.knobs.kv_dtype.value == "bfloat16"
+    assert engine.options.dtype == "float32"
+    fraction = engine.options.knobs.kv_fraction
+    assert (fraction.text, fraction.origin, fraction.where) == ("90%", Origin.FLAG, "--kv-fraction")
+    assert engine.asked[0]["max_tokens"] == 7
+    assert engine.options.memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "template", "chats"),
+    [("--chat", False, True), ("--no-chat", True, False), (None, True, True), (None, False, False)],
+)
+def test_chat_or_not(tonnage: Program, engine: FakeEngine, flag: str | None, template: bool, chats: bool) -> None:
+    engine.text.has_chat_template = template
+    tonnage("run", "m", "--prompt", "hello", *([flag] if flag else []))
+    assert (engine.asked[0]["prompt"] is None) == chats
+
+
+def test_lines_are_served_and_kept(tonnage: Program, engine: FakeEngine, prompts: Any, tmp_path: Path) -> None:
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "wait"}]
+    path = prompts(
+        json.dumps({"prompt": "a"}), "", json.dumps({"id": 7, "messages": talk, "max_tokens": 3}), '{"prompt": "ü"}'
+    )
+    out, kept = tmp_path / "out.jsonl", tmp_path / "run.json"
+    ended = tonnage("run", "m", "--input", path, "--output", out, "--run-file", kept)
+    assert ended.code == 0
+    assert [line["id"] for line in lines_of(out)] == ["line-1", "7", "line-4"]
+    assert lines_of(out)[1] == {
+        "id": "7",
+        "text": "you said wait",
+        "finish_reason": "stop",
+        "num_prompt_tokens": 3,
+        "num_generated_tokens": 2,
+        "waited": True,
+    }
+    assert "ü" in out.read_text()
+    assert engine.asked[1]["messages"] == talk
+    assert engine.asked[1]["max_tokens"] == 3
+    document = json.loads(kept.read_text())
+    assert document["requests"] == {"finished": 3, "failed": 0, "cancelled": 0, "waited": 1}
+    assert tonnage("report", kept).code == 0
+
+
+BROKEN = [
+    ("{", "not JSON at column"),
+    ("nonsense", "not JSON at column 1"),
+    ("[1]", "not an object such as"),
+    ('{"max_tokens": 4}', 'needs either "prompt" or "messages"'),
+    ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "not both"),
+    ('{"prompt": 5}', '"prompt" is not text'),
+    ('{"messages": []}', '"messages" is not a list of messages'),
+    ('{"messages": [{"role": "user"}]}', '"messages"[0] is not an object with text under "role" and "content"'),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens = 0: zero"),
+    ('{"prompt": "a", "max_tokens": -4}', "max_tokens = -4: negative"),
+    ('{"prompt": "a", "max_tokens": 1.5}', '"max_tokens" is not a whole number'),
+    ('{"prompt": "a", "max_tokens": true}', '"max_tokens" is not a whole number'),
+    ('{"prompt": "a", "id": []}', '"id" is neither text nor a whole number'),
+    ('{"prompt": "a", "id": "first"}', "id 'first' is that of line 1 too"),
+    (b'{"prompt": "\xff"}', "not UTF-8 text (byte 13)"),
+    ("[" * 100_000, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("broken", "told"), BROKEN, ids=[told for _, told in BROKEN])
+def test_a_broken_line_is_told_and_the_others_run(
+    tonnage: Program, engine: FakeEngine, prompts: Any, tmp_path: Path, broken: str, told: str
+) -> None:
+    path = prompts('{"prompt": "a", "id": "first"}', broken, '{"prompt": "b"}')
+    ended = tonnage("run", "m", "--input", path, "--output", tmp_path / "out.jsonl")
+    assert ended.code == 1
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("failed: ")]
+    assert line.startswith("failed: line 2")
+    assert told in line
+    assert "2 finished, 1 failed" in ended.out
+    ids = [line["id"] for line in lines_of(tmp_path / "out.jsonl") if "text" in line]
+    assert ids == ["first", "line-3"]
+
+
+def test_requests_that_fail_are_told_one_by_one(tonnage: Program, engine: FakeEngine, prompts: Any) -> None:
+    path = prompts('{"prompt": "long ago"}', '{"id": "x", "prompt": "bad luck"}', '{"prompt": "fine"}')
+    ended = tonnage("run", "m", "--input", path)
+    assert ended.code == 1
+    assert "failed: line 1 (id line-1): The prompt is too long. Need: 9 tokens. Have: max_seq_len = 8." in ended.err
+    assert "failed: line 2 (id x): the step failed: it was bad" in ended.err
+    assert "1 finished, 2 failed" in ended.out
+
+
+def test_many_failures_are_not_all_told(tonnage: Program, engine: FakeEngine, prompts: Any, tmp_path: Path) -> None:
+    ended = tonnage("run", "m", "--input", prompts(*["{"] * 30), "--output", tmp_path / "out.jsonl")
+    assert ended.err.count("failed: line") == 20
+    assert f"failed: 10 more, all in {tmp_path / 'out.jsonl'}" in ended.err
+    assert len(lines_of(tmp_path / "out.jsonl")) == 30
+
+
+def test_keys_that_mean_nothing_here_are_told(tonnage: Program, engine: FakeEngine, prompts: Any) -> None:
+    ended = tonnage("run", "m", "--input", prompts('{"prompt": "a", "max_token": 5}', '{"prompt": "b"}'))
+    assert ended.code == 0
+    assert "ignored: 'max_token' in 1 lines" in ended.err
+
+
+def test_ctrl_c_keeps_what_had_finished(tonnage: Program, engine: FakeEngine, prompts: Any, tmp_path: Path) -> None:
+    path = prompts('{"prompt": "a"}', '{"prompt": "stop!"}', '{"prompt": "never"}')
+    out, kept = tmp_path / "out.jsonl", tmp_path / "run.json"
+    ended = tonnage("run", "m", "--input", path, "--output", out, "--run-file", kept)
+    assert ended.code == 130
+    assert [line["id"] for line in lines_of(out)] == ["line-1"]
+    assert f"interrupted: 1 of 3 requests had finished, kept in {out}" in ended.err
+    assert json.loads(kept.read_text())["requests"] == {"finished": 1, "failed": 0, "cancelled": 2, "waited": 2}
+    assert "[line-1]\nyou said a" in ended.out
+    assert engine.closed
+
+
+def test_ctrl_c_before_the_engine_is_up(tonnage: Program, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["tonnage.engine"], "start", interrupted)
+    ended = tonnage("run", "m", "--prompt", "a")
+    assert ended.code == 130
+    assert ended.err.splitlines()[-1] == "tonnage: interrupted"
+
+
+def test_json_is_alone_on_stdout(tonnage: Program, engine: FakeEngine) -> None:
+    ended = tonnage("run", "m", "--prompt", "a", "--json")
+    document = json.loads(ended.out)
+    assert {"schema", "requests", "tokens", "ledger", "plan"} <= document.keys()
+    assert document["requests"]["finished"] == 1
+
+
+def test_results_may_go_to_stdout(tonnage: Program, engine: FakeEngine) -> None:
+    ended = tonnage("run", "m", "--prompt", "a", "--prompt", "b", "--output", "-")
+    assert [json.loads(line)["text"] for line in ended.out.splitlines()] == ["you said a", "you said b"]
+    assert "Ledger" in ended.err
+    assert tonnage("run", "m", "--prompt", "a", "--output", "-", "--json").code == 2
+
+
+def test_input_from_stdin(tonnage: Program, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'\xef\xbb\xbf{"prompt": "a"}\n')))
+    assert "you said a" in tonnage("run", "m", "--input", "-").out
+
+
+def test_long_and_many_texts_are_shortened(tonnage: Program, engine: FakeEngine, prompts: Any) -> None:
+    ended = tonnage("run", "m", "--input", prompts(*[json.dumps({"prompt": "x" * 1000})] * 5))
+    assert ended.out.count("you said") == 3
+    assert "x" * 401 not in ended.out
+    assert "[2 more, --output FILE keeps them all]" in ended.out
+
+
+def test_files_are_checked_before_the_engine_starts(tonnage: Program, engine: FakeEngine, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.write_text("precious")
+    for flag in ("--output", "--run-file"):
+        ended = tonnage("run", "m", "--prompt", "a", flag, there)
+        assert ended.code == 2
+        assert f"{flag} {there} exists" in ended.err
+        assert "--force" in ended.err
+    assert engine.options is None
+    assert there.read_text() == "precious"
+    assert tonnage("run", "m", "--prompt", "a", "--output", there, "--force").code == 0
+    assert lines_of(there)[0]["text"] == "you said a"
+
+
+def test_an_old_output_survives_a_start_that_fails(
+    tonnage: Program, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise InputError("no")
+
+    monkeypatch.setattr(sys.modules["tonnage.engine"], "start", fails)
+    (tmp_path / "there").write_text("precious")
+    assert tonnage("run", "m", "--prompt", "a", "--output", tmp_path / "there", "--force").code == 2
+    assert (tmp_path / "there").read_text() == "precious"
+
+
+def test_the_engine_extra_may_be_missing(tonnage: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def no_torch(name: str, *args: Any, **how: Any) -> Any:
+        if name == "tonnage.engine":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        return real(name, *args, **how)
+
+    monkeypatch.setattr(builtins, "__import__", no_torch)
+    ended = tonnage("run", "m", "--prompt", "a")
+    assert ended.code == 2
+    assert "'torch' is not installed" in ended.err
+    assert "pip install 'tonnage[engine]' -c constraints.txt" in ended.err
+
+
+def test_a_single_prompt_streams_to_a_terminal(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["run", "m", "--prompt", "hello"]) == 0
+    assert capsys.readouterr().out.count("you said hello") == 1
+    assert engine.asked[0]["on_token"] is not None
+
+
+def test_an_engine_that_dies_leaves_what_had_finished(
+    tonnage: Program, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter([engine.step])
+
+    def dies() -> Any:
+        try:
+            return next(steps)()
+        except StopIteration:
+            raise InputError("the device is lost") from None
+
+    monkeypatch.setattr(engine, "step", dies)
+    out = tmp_path / "out.jsonl"
+    ended = tonnage("run", "m", "--prompt", "a", "--prompt", "b", "--output", out)
+    assert ended.code == 2
+    assert f"1 finished requests are kept in {out}" in ended.err
+    assert "the device is lost" in ended.err
+    assert len(lines_of(out)) == 1
+    assert engine.closed
+
+
+def test_nothing_but_blank_lines_is_no_input() -> None:
+    with pytest.raises(InputError, match="holds no requests"):
+        from_lines([b"\n", b"  \n"], file="f")
+
+
+def test_plain_lines_come_now_and_then() -> None:
+    now, out = [0.0], io.StringIO()
+    display = PlainLines(out, clock=lambda: now[0])
+    display.begin(64)
+    for _ in range(12):
+        now[0] += 1.0
+        display.step(Progress(generated_tokens=int(10 * now[0])), done=5)  # type: ignore[arg-type]
+    assert (
+        out.getvalue().splitlines() == ["5/64 requests done, 1 running, 2 waiting, KV 63 % in use, 10.0 tokens/s"] * 2
+    )
+
+
+def test_the_bar_draws() -> None:
+    out = io.StringIO()
+    display = Bar(out)
+    display.stage("load")
+    display.begin(64)
+    display.step(Progress(), done=5)  # type: ignore[arg-type]
+    display.close()
+    display.close()
