@@ -90,13 +90,20 @@ def share(part: int, whole: int) -> str:
 
 
 def spread(low: int, high: int) -> str:
-    """A range of bytes, with the unit once where both share it; empty where the number is exact."""
+    """A range of bytes to three digits, with the unit once where both share it; empty where the number is exact."""
     if low == high:
         return ""
-    first, last = format_bytes(low), format_bytes(high)
+    first, last = _three_digits(low), _three_digits(high)
     if first.split()[1] == last.split()[1]:
         first = first.split()[0]
     return f"{first} – {last}"
+
+
+def _three_digits(num_bytes: int) -> str:
+    """Enough for an error bar: ``167 MiB``, ``61.1 GiB``, ``2 GiB``."""
+    number, unit = format_bytes(num_bytes).split()
+    digits = len(number.split(".")[0])
+    return f"{float(number):.{max(0, 3 - digits)}f} {unit}" if "." in number else f"{number} {unit}"
 
 
 def hanging(text: str, label: str, width: int) -> str:

@@ -29,7 +29,7 @@ def show_plan(plan: MemoryPlan, console: Console) -> None:
 
 def plan_parts(plan: MemoryPlan, console: Console) -> list[RenderableType]:
     """The pieces of the view, top to bottom; empty ones are left out."""
-    parts: list[RenderableType] = [header(plan, console.width), lines_text(plan, console), pool_text(plan)]
+    parts: list[RenderableType] = [header(plan, console.width), pool_text(plan), lines_text(plan, console)]
     if plan.steps:
         parts.append(steps_table(plan))
     if plan.caps:
@@ -72,9 +72,17 @@ class _Widths:
 
     @classmethod
     def of(cls, plan: MemoryPlan, width: int) -> _Widths:
-        name = max([len(line.name) + 2 * depth for line, depth in _walk(plan.lines)] + [len("device")])
         known = max([len(_known(line)) for line, _ in _walk(plan.lines)] + [len("known how")])
-        return cls(name, max(8, min(24, width - name - 54)), known, width, width >= WIDE)
+        name = max([len(line.name) for line in plan.lines] + [len("device")])
+        # what the other columns leave, reasons beside the lines left out
+        bar = max(6, min(24, width - name - known - 24))
+        details = [len(line.name) + 2 * depth for line, depth in _walk(plan.lines) if depth]
+        name = max([name, *(needed - bar - 2 for needed in details)])
+        return cls(name, bar, known, width, width >= WIDE)
+
+    @property
+    def reason_at(self) -> int:
+        return self.name + self.bar + self.known + 26
 
 
 def lines_text(plan: MemoryPlan, console: Console) -> Text:
@@ -84,32 +92,38 @@ def lines_text(plan: MemoryPlan, console: Console) -> Text:
     widths, start = _Widths.of(plan, console.width), 0
     title = f"{'line':<{widths.name}}  {'':<{widths.bar}}  {'bytes':>10}  {'share':>6}  {'known how':<{widths.known}}"
     text = Text.assemble(((title + ("  why" if widths.beside else "")).rstrip(), "dim"))
-    for line, depth in _walk(plan.lines):
+    shown = [(line, depth) for line, depth in _walk(plan.lines) if line.bytes]
+    for place, (line, depth) in enumerate(shown):
         size = line.bytes if depth == 0 else 0
         bar = slice_bar(start, size, plan.device_bytes, width=widths.bar, ascii_only=console.options.ascii_only)
         text.append_text(_row(line, depth, bar, plan.device_bytes, widths))
+        after = shown[place + 1][0].reason if place + 1 < len(shown) else ""
+        if line.reason and (line.reason != after or widths.beside):  # neighbours with one reason share it
+            text.append(_reason(line.reason, depth, widths), "dim italic")
         start += size
     total = f"{format_bytes(plan.device_bytes):>10}  {share(start, plan.device_bytes):>6}"
     text.append(f"\n{'device':<{widths.name + widths.bar + 2}}  {total}", "bold")
+    if nothing := [line.name for line in plan.lines if not line.bytes]:
+        text.append("\n" + hanging(", ".join(nothing), "no bytes for ", widths.whole), "dim")
     return text
 
 
 def _row(line: Line, depth: int, bar: str, device_bytes: int, widths: _Widths) -> Text:
+    """A detail has no slice of its own, so that its name may run on into the bar's column."""
     from rich.text import Text
 
-    numbers = f"  {format_bytes(line.bytes):>10}  {share(line.bytes, device_bytes):>6}  "
-    text = Text.assemble((f"\n{'  ' * depth + line.name:<{widths.name}}  ", "dim" if depth else ""))
-    text.append(bar, COLOURS.get(line.kind, "dim"))
-    text.append(numbers, "dim" if depth else "")
-    text.append(_known(line).ljust(widths.known if widths.beside and line.reason else 0), "dim")
-    if line.reason:
-        text.append(_reason(line.reason, depth, widths), "dim italic")
-    return text
+    dim = "dim" if depth else ""
+    name_width = widths.name + (widths.bar + 2 if depth else 0)
+    text = Text.assemble((f"\n{'  ' * depth + line.name:<{name_width}}  ", dim))
+    if not depth:
+        text.append(bar + "  ", COLOURS.get(line.kind, "dim"))
+    text.append(f"{format_bytes(line.bytes):>10}  {share(line.bytes, device_bytes):>6}  ", dim)
+    return text.append(_known(line).ljust(widths.known if widths.beside and line.reason else 0), "dim")
 
 
 def _reason(reason: str, depth: int, widths: _Widths) -> str:
     """The reason, wrapped; beside the line it starts on the same row."""
-    at = widths.name + widths.bar + widths.known + 26 if widths.beside else 2 + 2 * depth
+    at = widths.reason_at if widths.beside else 2 + 2 * depth
     told = textwrap.wrap(reason, max(20, widths.whole - at))
     return ("  " if widths.beside else "\n" + " " * at) + ("\n" + " " * at).join(told)
 
@@ -137,9 +151,7 @@ def pool_text(plan: MemoryPlan) -> Text:
 
 def steps_table(plan: MemoryPlan) -> Table:
     """The derivation, one operation a row."""
-    rows = [
-        (step.name, step.op, _amount(step, step.operand), _amount(step, step.after), step.reason) for step in plan.steps
-    ]
+    rows = [(step.name, step.op, _amount(step), _left(step), step.reason) for step in plan.steps]
     return grid(["step", "op", "amount>", "leaves>", "why"], rows, title="How the pool was found")
 
 
@@ -187,5 +199,10 @@ def _known(line: Line) -> str:
     return f"{line.source.value}, {around}" if around else line.source.value
 
 
-def _amount(step: Step, value: int) -> str:
-    return f"{value:,}" if "token" in step.op else format_bytes(value)
+def _amount(step: Step) -> str:
+    """The operand: bytes, unless two numbers of tokens are compared. "tokens for" divides bytes by bytes."""
+    return f"{step.operand:,}" if step.op.endswith("tokens") else format_bytes(step.operand)
+
+
+def _left(step: Step) -> str:
+    return f"{step.after:,} tokens" if "tokens" in step.op else format_bytes(step.after)
