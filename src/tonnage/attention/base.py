@@ -18,23 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sequence of a step: tokens ``[start, end)`` of it are computed and stand at ``[offset, offset + end - start)``
-    of the flattened batch; ``blocks`` are its KV blocks, the first ``ceil(end / B)`` of them in use."""
+    """One sequence of a step: its tokens ``[start, end)`` stand at ``[offset, offset + end - start)`` of the batch.
+
+    ``blocks`` are its KV blocks, int32, the first ``ceil(end / B)`` of them in use.
+    """
 
     start: int
     end: int
     offset: int
-    blocks: np.ndarray  # int32 [>= ceil(end / B)]
+    blocks: np.ndarray
 
     @property
     def count(self) -> int:
         return self.end - self.start
-
-
-class PagedKV(Protocol):
-    """The cache as the kernels see it; made by the engine from a ``KVLayout``."""
-
-    pool: torch.Tensor  # [num_slabs, layers, 2, B, Hkv, D]
 
 
 class Backend(Protocol):

@@ -56,7 +56,8 @@ class SdpaBackend:
     name = "sdpa"
 
     def __init__(self, pool: torch.Tensor) -> None:
-        assert pool.dim() == 6 and pool.is_contiguous()
+        assert pool.dim() == 6
+        assert pool.is_contiguous()
         self._pool = pool
         self._slabs, self._layers, _, self.block_tokens, self._kv_heads, self._head_dim = pool.shape
         self._pages_per_slab = 2 * self._layers
@@ -74,9 +75,7 @@ class SdpaBackend:
         prefill = [row for row in rows if row.count > 1 or row.start == 0]
         chunks = [self._chunk_tile(row) for row in prefill if row.start > 0]
         groups = self._groups(decode)
-        tile_tokens = max(
-            (tile.rows * tile.num_blocks * self.block_tokens for tile in [*groups, *chunks]), default=0
-        )
+        tile_tokens = max((tile.rows * tile.num_blocks * self.block_tokens for tile in [*groups, *chunks]), default=0)
         width = self._kv_heads * self._head_dim
         step = SdpaStep(
             token_index=self._token_index(rows),
@@ -187,9 +186,7 @@ class SdpaBackend:
         for tile in step.decode:
             keys, values = self._gather(step, tile, layer)
             rows = query[0].transpose(0, 1)[tile.queries].unsqueeze(2)  # [rows, Hq, 1, D]
-            part = scaled_dot_product_attention(
-                rows, keys, values, attn_mask=tile.mask, scale=scaling, enable_gqa=True
-            )
+            part = scaled_dot_product_attention(rows, keys, values, attn_mask=tile.mask, scale=scaling, enable_gqa=True)
             out[tile.queries] = part.squeeze(2)
         for tile in step.chunks:
             self._attend_chunk(step, tile, layer, query, out, scaling=scaling)

@@ -47,15 +47,22 @@ class Executor:
     """The model, its attention backend and its scratch: ``launch`` computes a prepared step and asks no driver."""
 
     def __init__(self, model: torch.nn.Module, backend: Backend, scratch: ScratchArena) -> None:
-        self._model = model
-        self._backend = backend
+        self._model: torch.nn.Module | None = model
+        self._backend: Backend | None = backend
         self._scratch = scratch
+
+    def close(self) -> None:
+        """Let go of every tensor over weights, pool and scratch."""
+        self._model = self._backend = None
+        self._scratch.close()
 
     @torch.inference_mode()
     def launch(
         self, plan: StepPlan, tokens: Mapping[str, Sequence[int]], blocks: Mapping[str, np.ndarray]
     ) -> dict[str, Sampled]:
-        """Run ``plan``; ``tokens`` and ``blocks`` give each request's token ids and KV blocks. Returns what rows sampled."""
+        """Run ``plan`` over each request's token ids and KV blocks; returns what its rows sampled."""
+        if self._model is None or self._backend is None:
+            raise RuntimeError("the engine is closed")
         rows = self._rows(plan.items, blocks)
         ids = np.concatenate([np.asarray(tokens[i.request_id][i.start : i.end], np.int64) for i in plan.items])
         positions = np.concatenate([np.arange(item.start, item.end, dtype=np.int64) for item in plan.items])

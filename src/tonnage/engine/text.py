@@ -19,7 +19,8 @@ class Text:
         from transformers import AutoTokenizer
 
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            # Some converted tokenizers ask for a clean-up of spaces that is wrong for them, and warn about it.
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
         except (OSError, ValueError) as error:
             raise ModelConfigError(
                 f"The tokenizer in {folder} cannot be read ({str(error).splitlines()[0]})",

@@ -128,6 +128,11 @@ class KVManager:
             )
         return ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the page table and the pool's bookkeeping: what ``claims`` said."""
+        return self._table.nbytes + self.pool.num_bytes
+
     # The page table.
 
     @property
