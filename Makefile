@@ -25,7 +25,7 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	@mkdir -p $(DEMO_OUT)
 	$(BIN)/tonnage run $(DEMO_MODEL) --input $(DEMO_INPUT) --output $(DEMO_OUT)/demo.jsonl \
-		--run-file $(DEMO_OUT)/demo-run.json --memory $(DEMO_MEMORY) $(DEMO_FLAGS)
+		--run-file $(DEMO_OUT)/demo-run.json --force --memory $(DEMO_MEMORY) $(DEMO_FLAGS)
 
 test: lint
 	$(BIN)/pytest -m "not gpu"

@@ -65,8 +65,8 @@ class Dispatcher:
         admitted: list[str] = []
         try:
             for request in requests:
-                if isinstance(answer := self.admit(request), Deferral):
-                    raise ResourceError(f"probe {request.id!r} needs {answer.need} of {answer.manager}: {answer.have}")
+                if isinstance(no := self.admit(request), Deferral):
+                    raise ResourceError(f"probe {request.id!r} needs {no.need} of {no.manager}, which has {no.have}")
                 admitted.append(request.id)
             yield
         finally:
