@@ -46,8 +46,8 @@ def refuse_pool(
     cap = next(cap for cap in caps if cap.binding)
     tokens = cap.kv_bytes // price.slab_bytes * price.block_tokens
     what = (
-        f"{model}: the KV pool would hold {tokens:,} tokens ({cap.name}: {cap.setting}), less than one sequence of "
-        f"max_seq_len = {limits.max_seq_len:,}"
+        f"{model}: the KV pool would hold {tokens:,} tokens, less than one sequence of max_seq_len = "
+        f"{limits.max_seq_len:,}; it is limited by {cap.setting}"
     )
     if cap.name not in POOL_CAPS:
         _raise(what, budget, charged, price, sequence_blocks, limits=limits)

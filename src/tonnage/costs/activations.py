@@ -2,14 +2,19 @@
 
 Counted: every tensor alive at once when the library's model code runs line by line; attention itself is left out
 (its scratch is declared by the backend). Elements per token, with H hidden, I intermediate, Q and K the widths of
-all query and key heads, D one head, W the word of the weights' dtype:
+all query and key heads, D one head; a word is an element of the weights' dtype:
 
-attention  3H + 2D + 3Q + 2K         embeddings, residual, normed; cos and sin; q being rotated while k and v wait
+norm       3H + 2D words, 2H floats  embeddings, layer input, residual; cos and sin; the float32 copy and its square
+rotary     3H + 2D + 4Q + 2K         ... normed; q while it is rotated, k and v waiting (packed: 4Q + 3K)
+           3H + 2D + 2Q + 5K         ... or k while it is rotated, q and v waiting
+head norm  3H + 2D + Q words, 2Q floats   ... where query heads have a norm and the words are narrow
 mlp        4H + 2D + 3I              embeddings, layer input, residual, normed; gate, up and their product
            4H + 2D + 4I              ... where gate and up come out of one packed projection and stay whole
-logits     2H per token, V per row   final hidden and its selected rows, then the vocabulary projection
+           5H + 2D + I               ... or the product and what the last projection makes of it
+logits     H per token, H + V a row  final hidden, the selected rows of it, and the vocabulary projection
 
-Against a tracker that counts storages, and against a card's own peak: 932.0 MiB for an 8B Llama, 8,192 tokens.
+Compared with a tracker that counts storages over all families here; an 8B Llama with 8,192 tokens comes to 932.0
+MiB, which is also what a card reported.
 """
 
 from __future__ import annotations
@@ -34,6 +39,9 @@ RESERVED_OVER_ALLOCATED = {
 }
 
 
+_FLOAT = DTYPE_BYTES["float32"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     """Bytes alive at the peak of one forward, and the phase that sets it."""
@@ -48,19 +56,17 @@ def forward_peak(
     """The largest phase of one eager forward over ``num_tokens`` tokens with ``logits_rows`` rows of logits."""
     shape = rank_shape(config, rank or Rank())
     word = DTYPE_BYTES[dtype or config.dtype]
-    phases = {
-        "attention": num_tokens * _attention_elements(config, shape),
-        "mlp": num_tokens * _mlp_elements(config, shape),
-        "logits": num_tokens * config.hidden_size + logits_rows * (config.hidden_size + config.vocab_size),
-    }
+    phases = {name: num_tokens * each for name, each in _phase_bytes(config, shape, word=word).items()}
+    hidden = config.hidden_size
+    phases["logits"] = (num_tokens * hidden + logits_rows * (hidden + config.vocab_size)) * word
     phase = max(phases, key=lambda name: phases[name])
-    return Peak(phase=phase, bytes=phases[phase] * word)
+    return Peak(phase=phase, bytes=phases[phase])
 
 
 def sampler_bytes(config: ModelConfig, *, logits_rows: int, dtype: str | None = None) -> int:
     """Logits of every row, beside their log-softmax in float32 (and a float32 copy where they are narrower)."""
     word = DTYPE_BYTES[dtype or config.dtype]
-    copies = 4 if word == 4 else 8
+    copies = _FLOAT if word == _FLOAT else 2 * _FLOAT
     return logits_rows * config.vocab_size * (word + copies)
 
 
@@ -87,11 +93,17 @@ def reserved_for(allocated: Quantity, *, device_kind: str) -> Quantity:
     )
 
 
-def _attention_elements(config: ModelConfig, shape: RankShape) -> int:
+def _phase_bytes(config: ModelConfig, shape: RankShape, *, word: int) -> dict[str, int]:
+    """Bytes a token of every phase inside a layer; the table in the module's docstring, row by row."""
+    hidden, inner, packed = config.hidden_size, shape.intermediate_size, config.family.packed
     query, key = shape.num_heads * config.head_dim, shape.num_kv_heads * config.head_dim
-    return 3 * config.hidden_size + 2 * config.head_dim + 3 * query + 2 * key
-
-
-def _mlp_elements(config: ModelConfig, shape: RankShape) -> int:
-    inner = (4 if config.family.packed else 3) * shape.intermediate_size
-    return 4 * config.hidden_size + 2 * config.head_dim + inner
+    rotary = max(4 * query + (3 if packed else 2) * key, 2 * query + 5 * key)
+    always = 3 * hidden + 2 * config.head_dim
+    phases = {
+        "norm": always * word + 2 * hidden * _FLOAT,
+        "rotary": (always + rotary) * word,
+        "mlp": (always + hidden + max((4 if packed else 3) * inner, hidden + inner)) * word,
+    }
+    if config.qk_norm:
+        phases["head norm"] = (always + query) * word + 2 * query * (_FLOAT if word < _FLOAT else 0)
+    return phases

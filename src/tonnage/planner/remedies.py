@@ -8,13 +8,15 @@ from typing import Any
 
 from tonnage.budget.search import largest, smallest
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Origin, Setting
+from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit, UserError
-from tonnage.layout import DTYPE_BYTES
 from tonnage.planner.question import Question, answer
 from tonnage.units import MiB, TiB, ceil_div, format_bytes
 
 #: Where max_seq_len was left open, a remedy must make room for sequences of this many tokens: fewer are of no use.
 USEFUL_TOKENS = 4096
+#: What two measured starts may differ by: a remedy must still hold at the next one.
+REPEAT_BYTES = 16 * MiB
 #: Searches for a size of memory stop here.
 MOST_BYTES = 64 * TiB
 
@@ -22,8 +24,9 @@ MOST_BYTES = 64 * TiB
 def with_remedies(question: Question, refusal: DoesNotFit) -> DoesNotFit:
     """The same refusal with the changes that work, most specific first."""
     aim = _aim(question)
-    found = [remedy for find in _REMEDIES if (remedy := find(aim))]
-    if found and aim is not question:
+    finders = _REMEDIES if question.limit_knobs.max_seq_len.is_set else _REMEDIES[1:]
+    found = [remedy for find in finders if (remedy := find(aim))]
+    if found and not question.limit_knobs.max_seq_len.is_set:
         found[-1] += f" (room for sequences of {aim.limit_knobs.max_seq_len.value:,} tokens)"
     return DoesNotFit(
         refusal.what,
@@ -37,7 +40,12 @@ def with_remedies(question: Question, refusal: DoesNotFit) -> DoesNotFit:
 
 
 def _aim(question: Question) -> Question:
-    """The question with a max_seq_len worth having, where the user named none."""
+    """What a remedy must make work: a max_seq_len worth having where the user named none, and some bytes to spare
+    where the next start will measure again."""
+    measured = question.measured
+    if measured is not None:
+        context = replace(measured.context, bytes=measured.context.bytes + REPEAT_BYTES)
+        question = replace(question, measured=replace(measured, context=context))
     if question.limit_knobs.max_seq_len.is_set:
         return question
     tokens = min(USEFUL_TOKENS, question.config.max_position_embeddings)
@@ -90,13 +98,12 @@ def _smaller_batch(aim: Question) -> str | None:
     return None if found is None else f"lower max_batch_size to {found}"
 
 
-def _narrower_kv(aim: Question) -> str | None:
-    now = aim.knobs.kv_dtype.or_else(aim.dtype)
-    if DTYPE_BYTES.get(now) != 4:
-        return None  # 8-bit caches need scales that no backend here keeps
-    narrower = Setting("bfloat16", "bfloat16", Origin.FIT, None)
-    changed = replace(aim, knobs=replace(aim.knobs, kv_dtype=narrower))
-    return "set kv_dtype to bfloat16" if plans(changed) else None
+def _narrower(aim: Question) -> str | None:
+    """Half the bytes for weights and cache; a cache narrower than the weights needs a backend that converts."""
+    if aim.measured is not None or aim.dtype != "float32" or aim.knobs.kv_dtype.is_set:
+        return None
+    weights = weights_layout(aim.config, dtype="bfloat16", rank=aim.rank).quantity()
+    return "set dtype to bfloat16" if plans(replace(aim, dtype="bfloat16", weights=weights)) else None
 
 
 def _raised(name: str, unit: int) -> Callable[[Question], str | None]:
@@ -126,16 +133,20 @@ def _less_keep_free(aim: Question) -> str | None:
 
 
 def _more_memory(aim: Question) -> str | None:
-    total = aim.card.total_bytes
-
-    def enough(num_mib: int) -> bool:
-        return plans(_on_memory(aim, num_mib * MiB))
-
-    found = smallest(enough, low=total // MiB + 1, high=MOST_BYTES // MiB)
-    if found is None:
+    size = _enough_memory(aim)
+    if size is not None:
+        return f"use a device of at least {size}" if aim.card.sm else f"give it {size} of memory"
+    if not aim.knobs.total_bytes.is_set or plans(replace(aim, knobs=replace(aim.knobs, total_bytes=Setting()))):
         return None
-    size = _size(found * MiB)
-    return f"use a device of at least {size}" if aim.card.sm else f"give it {size} of memory"
+    # Neither more memory nor a higher cap is enough alone.
+    size = _enough_memory(replace(aim, knobs=replace(aim.knobs, total_bytes=Setting())))
+    return None if size is None else f"leave total_bytes out and give it {size} of memory"
+
+
+def _enough_memory(aim: Question) -> str | None:
+    low = aim.card.total_bytes // MiB + 1
+    found = smallest(lambda n: plans(_on_memory(aim, n * MiB)), low=low, high=MOST_BYTES // MiB)
+    return None if found is None else _size(found * MiB)
 
 
 def _on_memory(aim: Question, num_bytes: int) -> Question:
@@ -153,7 +164,7 @@ _REMEDIES: tuple[Callable[[Question], str | None], ...] = (
     _smaller_seq_len,
     _smaller_num_tokens,
     _smaller_batch,
-    _narrower_kv,
+    _narrower,
     _raised("kv_bytes", MiB),
     _raised("kv_tokens", 1),
     _raised("total_bytes", MiB),
