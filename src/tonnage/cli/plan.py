@@ -53,8 +53,7 @@ def plan(
     limits = opt.read_limits(max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
     card, weights_dtype = card_of(device, memory), opt.read_dtype(dtype)
 
-    from tonnage.costs.models import find_config
-    from tonnage.planner import plan_without_device
+    from tonnage.planner import find_config, plan_without_device
     from tonnage.report import check_writable, plan_text, write_file
 
     if output is not None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tonnage.cli import options as opt
-from tonnage.cli.asks import Asks, from_lines, from_prompts
 from tonnage.errors import InputError, TonnageError, UserError
 from tonnage.units import parse_count
 
 if TYPE_CHECKING:
+    from tonnage.cli.asks import Asks
     from tonnage.cli.serving import ResultLines, Serving, Tally
     from tonnage.report import RunResult
 
@@ -111,6 +111,8 @@ def run(
 
 def read_asks(prompts: list[str], input_file: str | None) -> Asks:
     """Raises ``UserError`` for neither or both, ``InputError`` for a file that cannot be read or holds nothing."""
+    from tonnage.cli.asks import from_lines, from_prompts
+
     if bool(prompts) == (input_file is not None):
         raise UserError(
             "tonnage run was given both --prompt and --input" if prompts else "tonnage run has nothing to do",

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tonnage.errors import InputError
-from tonnage.report import codec
-from tonnage.report.plan_json import PlanFile, plan_from
-from tonnage.report.run_json import RunFile, run_from
 from tonnage.terms import PLAN_SCHEMA, RUN_SCHEMA
+
+if TYPE_CHECKING:
+    from tonnage.report.plan_json import PlanFile
+    from tonnage.report.run_json import RunFile
 
 
 def read_file(path: str | Path) -> PlanFile | RunFile:
     """A plan file or a run file. Raises ``InputError`` with the path and what is wrong with it."""
+    from tonnage.report import codec
+    from tonnage.report.plan_json import plan_from
+    from tonnage.report.run_json import run_from
+
     document = codec.loads(_text(Path(path)), file=str(path))
     kind = str(document.get("schema")).split("/")[0]
     if kind == RUN_SCHEMA.split("/")[0]:
