@@ -29,16 +29,26 @@ def find_config(model: str | os.PathLike[str]) -> ModelConfig:
     cannot be used. Nothing but config.json is downloaded.
     """
     text = os.fspath(model)
-    path = Path(text).expanduser()
-    if text and (path.is_file() or (path / "config.json").is_file()):
+    path, is_folder = _path(text)
+    if path is not None:
         return ModelConfig.read(path)
     if text.lower() in EMBEDDED:
         return embedded_config(text.lower())
-    if path.is_dir():
+    if is_folder:
         raise ModelNotFound(f"{text}: the folder holds no config.json", knob="model", value=text, remedy=_REMEDY)
     if not _HUB_ID.match(text) or text.endswith(".json"):
         raise ModelNotFound(f"{text!r}: no such folder or file", knob="model", value=text, remedy=_REMEDY)
     return ModelConfig.read(_hub_config(text), name=text)
+
+
+def _path(text: str) -> tuple[Path | None, bool]:
+    """The path if it leads to a config.json, and whether it is a folder at all."""
+    try:
+        path = Path(text).expanduser()
+        found = path.is_file() or (path / "config.json").is_file()
+        return path if text and found else None, bool(text) and path.is_dir()
+    except (OSError, ValueError, RuntimeError):
+        return None, False  # too long, a NUL in it, no such home: no path
 
 
 def embedded_config(alias: str) -> ModelConfig:
