@@ -18,6 +18,7 @@ from tonnage.errors import ModelNotFound
 EMBEDDED = {"smollm2": ("smollm2-135m-instruct.json", "SmolLM2-135M-Instruct")}
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+_HUB_ID_LENGTH = 96  # the hub's own limit
 _HUB_SECONDS = 5
 _REMEDY = "check the name, or download the model where there is a network and give its folder"
 
@@ -36,8 +37,8 @@ def find_config(model: str | os.PathLike[str]) -> ModelConfig:
         return embedded_config(text.lower())
     if is_folder:
         raise ModelNotFound(f"{text}: the folder holds no config.json", knob="model", value=text, remedy=_REMEDY)
-    if not _HUB_ID.match(text) or text.endswith(".json"):
-        raise ModelNotFound(f"{text!r}: no such folder or file", knob="model", value=text, remedy=_REMEDY)
+    if not _HUB_ID.match(text) or len(text) > _HUB_ID_LENGTH or text.endswith(".json"):
+        raise ModelNotFound(f"{text[:200]!r}: no such folder or file", knob="model", value=text, remedy=_REMEDY)
     return ModelConfig.read(_hub_config(text), name=text)
 
 
