@@ -6,7 +6,6 @@ start-up logs differ from machine to machine, ``total.low`` and ``total.high`` h
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -139,16 +138,18 @@ CARDS: tuple[Card, ...] = (
 
 def find_card(name: str) -> Card:
     """A card by name or alias; case and punctuation do not matter. Raises ``InvalidSetting`` naming close ones."""
+    spellings = {_plain(known): card for card in CARDS for known in (card.name, *card.aliases)}
     wanted = _plain(name)
-    for card in CARDS:
-        if wanted in {_plain(known) for known in (card.name, *card.aliases)}:
-            return card
-    spellings = {_plain(known): card.name for card in CARDS for known in (card.name, *card.aliases)}
-    close = dict.fromkeys(spellings[known] for known in difflib.get_close_matches(wanted, spellings, n=3, cutoff=0.5))
+    if wanted in spellings:
+        return spellings[wanted]
+    import difflib  # only a misspelt name needs it
+
+    near = difflib.get_close_matches(wanted, spellings, n=3, cutoff=0.5)
+    close = ", ".join(dict.fromkeys(spellings[known].name for known in near))
     raise InvalidSetting(
         "device",
         name,
-        "not in the catalogue" + (f"; close: {', '.join(close)}" if close else ""),
+        "not in the catalogue" + (f"; close: {close}" if close else ""),
         remedy=f"use one of {', '.join(card.name for card in CARDS)}, or give the size with --memory 80GiB",
     )
 

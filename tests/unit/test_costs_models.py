@@ -5,9 +5,11 @@ from __future__ import annotations
 import builtins
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+from tonnage.costs import models
 from tonnage.costs.models import find_config
 from tonnage.errors import ModelConfigError, ModelNotFound
 
@@ -87,8 +89,6 @@ def test_the_hub_says_no(monkeypatch, capfd, kind, said):
 
 def test_the_hub_client_has_it_cached(monkeypatch, tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(
-        (find_config.__globals__["resources"].files("tonnage.costs") / "data/smollm2-135m-instruct.json").read_text()
-    )
+    file.write_text((Path(models.__file__).parent / "data/smollm2-135m-instruct.json").read_text())
     fake_hub(monkeypatch, cached=str(file))
     assert find_config("owner/name").name == "owner/name"

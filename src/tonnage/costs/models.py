@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 
 from tonnage.costs.config import ModelConfig
@@ -55,14 +52,13 @@ def _path(text: str) -> tuple[Path | None, bool]:
 def embedded_config(alias: str) -> ModelConfig:
     """The shape of a model that ships with the package, by alias."""
     file, name = EMBEDDED[alias]
-    with resources.as_file(resources.files("tonnage.costs") / "data" / file) as path:
-        return ModelConfig.read(path, name=name)
+    return ModelConfig.read(Path(__file__).parent / "data" / file, name=name)
 
 
 def _hub_config(model: str) -> str:
     """The path of config.json in the hub client's cache, downloaded if need be."""
     try:
-        import huggingface_hub
+        import huggingface_hub  # a quarter of a second: only where the hub is asked
     except ImportError:
         raise ModelNotFound(
             f"{model}: no such folder, and huggingface_hub is not installed", knob="model", value=model, remedy=_REMEDY
@@ -100,6 +96,9 @@ def _why(error: Exception) -> str:
 @contextmanager
 def _silence() -> Iterator[None]:
     """Keep the client's log lines and warnings out of our output."""
+    import logging
+    import warnings
+
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
