@@ -39,21 +39,27 @@ class RatedClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charges:
-    """``fixed``: one line per kind. ``per_block`` and ``rated`` grow with the pool; see the module's docstring."""
+    """``lines``: one for each kind that does not depend on the tokens. ``per_block`` and ``rated`` grow with the pool.
 
-    fixed: tuple[Line, ...]
+    ``fragmentation`` does not depend on them either; its kind, slack, is that of what caps leave.
+    """
+
+    lines: tuple[Line, ...]
+    fragmentation: Line
     per_block: tuple[tuple[Claim, int], ...]
     rated: tuple[RatedClaim, ...]
 
     def line(self, kind: LineKind) -> Line:
-        return next(line for line in self.fixed if line.kind == kind and line.name != FRAGMENTATION)
+        return next(line for line in self.lines if line.kind == kind)
+
+    @property
+    def fixed(self) -> tuple[Line, ...]:
+        """Every line that does not depend on the number of tokens."""
+        return (*self.lines, self.fragmentation)
 
     @property
     def fixed_bytes(self) -> int:
         return sum(line.bytes for line in self.fixed)
-
-
-FRAGMENTATION = "fragmentation"
 
 
 def charges(measured: Measured, claims: Sequence[Claim], *, limits: Limits, chip: Chip) -> Charges:
@@ -72,7 +78,8 @@ def charges(measured: Measured, claims: Sequence[Claim], *, limits: Limits, chip
     }
     lines = [_sum_line(kind, quantity, resident) for kind, quantity in quantities.items()]
     return Charges(
-        fixed=(*lines, transient, _fragmentation(measured.stages)),
+        lines=(*lines, transient),
+        fragmentation=_fragmentation(measured.stages),
         per_block=tuple((c, c.cost.bytes_per_block) for c in live if isinstance(c.cost, PerBlock)),
         rated=rated,
     )
@@ -289,7 +296,7 @@ def _fragmentation(stages: Sequence[StagePeak]) -> Line:
         ref=source.ref if source else "no stage measured",
     )
     return quantity_line(
-        FRAGMENTATION,
+        "fragmentation",
         gap,
         kind=LineKind.SLACK,
         maker=Maker.TORCH,

@@ -26,7 +26,6 @@ def partition(
 ) -> tuple[Line, ...]:
     """Top-level lines, each >= 0, summing to ``budget.device``."""
     kv = _kv_line(price, num_blocks=num_blocks, bar=bar)
-    fragmentation = charged.fixed[-1]
     losses = {**page_losses, "kv": price.kv_page_loss(num_blocks)}
     if price.demands:
         losses["growing scratch"] = price.scratch_page_loss(num_blocks)
@@ -42,7 +41,7 @@ def partition(
         _quantity("foreign", LineKind.FOREIGN, measured.foreign_bytes, "other processes on the device", Maker.FOREIGN),
         _keep_free_line(budget.keep_free, keep_free),
         _page_rounding(losses, price.page_bytes),
-        fragmentation,
+        charged.fragmentation,
         *_left_over(budget, price, num_blocks=num_blocks, caps=caps),
         _exact("unattributed", LineKind.UNATTRIBUTED, 0, Source.DERIVED, "a plan explains every byte; a run may not"),
     )

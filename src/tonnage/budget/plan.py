@@ -203,7 +203,7 @@ def _steps(
         now = after
 
     take("foreign", budget.foreign, "other processes on the device")
-    take("keep_free", budget.keep_free, "left alone, as asked")
+    take("keep_free", budget.keep_free, "left alone on the device")
     if budget.total_bytes is not None:
         take("total_bytes", budget.total_bytes, "everything the engine may take", op="min")
     for line in charged.fixed:

@@ -53,6 +53,8 @@ def stage_layers(num_layers: int, *, num_stages: int, stage: int) -> tuple[int, 
 def _check(config: ModelConfig, rank: Rank) -> None:
     if min(rank.tp, rank.pp) < 1 or not 0 <= rank.index < rank.tp * rank.pp:
         raise InvalidSetting("rank", rank.index, f"there are tp {rank.tp} x pp {rank.pp} ranks, numbered from 0")
+    if max(rank.cp, rank.ep) > 1:
+        raise InvalidSetting("rank", f"cp {rank.cp}, ep {rank.ep}", "not in this release", remedy="use tp and pp")
     if rank.pp > config.num_layers:
         raise InvalidSetting("pp", rank.pp, f"{config.name} has only {config.num_layers} layers")
     if not rank.attention_dp and config.num_heads % rank.tp:

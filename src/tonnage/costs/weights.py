@@ -71,7 +71,7 @@ def weights_layout(config: ModelConfig, *, dtype: str | None = None, rank: Rank 
         tensor = TensorSpec(name=name, shape=dims, dtype=element, offset_bytes=offset)
         tensors.append(tensor)
         offset = round_up(offset + tensor.num_bytes, ALIGNMENT_BYTES)
-    tied = shape.has_head and shape.has_embeddings and config.tie_word_embeddings
+    tied = shape.has_head and config.tie_word_embeddings
     return WeightsLayout(
         tensors=tuple(tensors),
         tied=(("lm_head.weight", "model.embed_tokens.weight"),) if tied else (),
