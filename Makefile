@@ -1,8 +1,8 @@
 # Two commands are all a newcomer needs: `make demo` and `make test`. Both build .venv once and keep it.
 
 PYTHON ?= python3
-# Extra arguments for every pip install. Where the package index offers torch only as a CUDA build, this takes the
-# smaller CPU build: PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+# Extra arguments for every pip install, for example --extra-index-url where the package index offers torch only as
+# a CUDA build and another one has the smaller CPU build.
 PIP_FLAGS ?=
 
 # The demo's knobs: a cap small enough that many of its 64 requests must wait for KV blocks.

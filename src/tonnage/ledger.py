@@ -77,8 +77,7 @@ class Account:
         with self._ledger._lock:
             self._ledger._admit(self, physical_bytes)
             self.num_live += 1
-            self.requested_bytes += requested_bytes
-            self._move(physical_bytes)
+            self._move(physical_bytes, requested_bytes)
 
     def sub(self, requested_bytes: int, physical_bytes: int) -> None:
         """One live allocation fewer. Raises ``LedgerError``, changing nothing, for more than the account holds."""
@@ -90,9 +89,9 @@ class Account:
                     f"{self!r}: cannot return {requested_bytes:,} requested, {physical_bytes:,} physical bytes "
                     f"of {self.requested_bytes:,} and {self.physical_bytes:,}"
                 )
-            self.requested_bytes, self.num_live = left[0], left[2]
+            self.num_live = left[2]
             self.released_bytes += physical_bytes
-            self._move(-physical_bytes)
+            self._move(-physical_bytes, -requested_bytes)
 
     def adjust_requested(self, delta_bytes: int) -> None:
         """More or less of the same physical memory is asked for: an arena grows inside its last page."""
@@ -101,6 +100,7 @@ class Account:
             if self.requested_bytes + delta_bytes < 0:
                 raise LedgerError(f"{self!r}: requested bytes would fall below zero by {delta_bytes:,}")
             self.requested_bytes += delta_bytes
+            self._ledger._requested(self.line, delta_bytes)
 
     def sampled(self, num_bytes: int) -> None:
         """The account of a SAMPLED owner now stands at ``num_bytes``."""
@@ -112,8 +112,8 @@ class Account:
             if delta > 0:
                 self._ledger._admit(self, delta)
             self.released_bytes += max(0, -delta)
-            self.requested_bytes, self.num_live = num_bytes, int(num_bytes > 0)
-            self._move(delta)
+            self.num_live = int(num_bytes > 0)
+            self._move(delta, delta)
 
     def entry(self, *, device: int, planned_bytes: int | None) -> LedgerEntry:
         """A frozen copy. ``planned_bytes`` is the plan's whole line, which may have several accounts."""
@@ -138,13 +138,15 @@ class Account:
         if self.how is not how:
             raise LedgerError(f"{self!r} is {self.how}: {call} is for {how} accounts")
 
-    def _move(self, delta: int) -> None:
+    def _move(self, delta: int, requested_delta: int) -> None:
         self.physical_bytes += delta
+        self.requested_bytes += requested_delta
         phase = self._ledger._phases[-1]
         self._first_phase = self._first_phase or phase
         if self.physical_bytes > self.high_water_bytes:
             self.high_water_bytes, self._high_phase = self.physical_bytes, phase
         self._ledger._moved(self, delta)
+        self._ledger._requested(self.line, requested_delta)
 
 
 class Ledger:
@@ -257,17 +259,20 @@ class Ledger:
             )
 
     def audit(self) -> tuple[AuditRow, ...]:
-        """Planned against actual for every line that is in the plan or holds something; the remainder comes last."""
+        """Planned against actual for every line that is in the plan or holds something; the remainder comes last.
+
+        A line counts what was asked for; what whole pages add to it is the line ROUNDING, there as in the plan.
+        """
         with self._lock:
             lines = [
                 kind
                 for kind in LineKind
-                if kind is not LineKind.UNATTRIBUTED and (kind in self._planned or kind in self._lines)
+                if kind is not LineKind.UNATTRIBUTED and (kind in self._planned or kind in self._lines or self._level(kind).bytes)
             ]
             return (*(self._audit_row(kind) for kind in lines), self._audit_remainder())
 
     def _audit_row(self, kind: LineKind) -> AuditRow:
-        level = self._lines.get(kind, _Level(bytes=0, high=0))
+        level = self._level(kind)
         foreign = self._foreign() if kind is LineKind.FOREIGN else 0
         return AuditRow(
             line=kind,
@@ -283,6 +288,13 @@ class Ledger:
             actual_bytes=self._remainder(),
             high_water_bytes=self._unattributed.high,
         )
+
+    def _level(self, kind: LineKind) -> _Level:
+        level = self._lines.get(kind, _Level(bytes=0, high=0))
+        if kind is not LineKind.ROUNDING:
+            return level
+        added = sum(account.physical_bytes - account.requested_bytes for account in self._accounts.values())
+        return _Level(bytes=level.bytes + added, high=(level.high or 0) + added)
 
     def _remainder(self) -> int | None:
         if self._reading is None or self._reading.own_bytes is None:
@@ -309,9 +321,11 @@ class Ledger:
                 )
         self._seen.add(account.owner)
 
-    def _moved(self, account: Account, delta: int) -> None:
-        level = self._lines.setdefault(account.line, _Level(bytes=0, high=0))
+    def _requested(self, line: LineKind, delta: int) -> None:
+        level = self._lines.setdefault(line, _Level(bytes=0, high=0))
         level.reach(level.bytes + delta)
+
+    def _moved(self, account: Account, delta: int) -> None:
         self._events.append(self._event(account.owner, delta))
 
     def _event(self, owner: str, delta: int) -> LedgerEvent:

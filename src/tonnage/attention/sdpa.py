@@ -74,7 +74,8 @@ class SdpaBackend:
         decode = [row for row in rows if row.count == 1 and row.start > 0]
         prefill = [row for row in rows if row.count > 1 or row.start == 0]
         chunks = [self._chunk_tile(row) for row in prefill if row.start > 0]
-        groups = self._groups(decode)
+        members = self._members(decode)
+        groups = [self._decode_tile(rows_of_tile) for rows_of_tile in members]
         tile_tokens = max((tile.rows * tile.num_blocks * self.block_tokens for tile in [*groups, *chunks]), default=0)
         width = self._kv_heads * self._head_dim
         step = SdpaStep(
@@ -85,8 +86,7 @@ class SdpaBackend:
             gathered=scratch.tensor((2, tile_tokens * width), self._pool.dtype),
             mask_tile=scratch.tensor((self._mask_tile_bytes(chunks),), torch.bool),
         )
-        for tile, members in zip(groups, self._members(decode), strict=True):
-            tile.mask = self._decode_mask(tile, members, scratch)
+        self._make_decode_masks(groups, members, scratch)
         self._clear_tails(rows)
         return step
 
@@ -130,20 +130,22 @@ class SdpaBackend:
             groups[-1].append(row)
         return groups
 
-    def _groups(self, decode: Sequence[Row]) -> list[_Tile]:
-        tiles = []
-        for members in self._members(decode):
-            num_blocks = ceil_div(members[0].end, self.block_tokens)
-            index = np.concatenate([self._page_index(row, num_blocks) for row in members])
-            offsets = torch.tensor([row.offset for row in members])
-            tiles.append(_Tile(len(members), num_blocks, torch.from_numpy(index), None, offsets))
-        return tiles
+    def _decode_tile(self, members: Sequence[Row]) -> _Tile:
+        num_blocks = ceil_div(members[0].end, self.block_tokens)
+        index = np.concatenate([self._page_index(row, num_blocks) for row in members])
+        offsets = torch.tensor([row.offset for row in members])
+        return _Tile(len(members), num_blocks, torch.from_numpy(index), None, offsets)
 
-    def _decode_mask(self, tile: _Tile, members: Sequence[Row], scratch: StepScratch) -> torch.Tensor:
-        padded = tile.num_blocks * self.block_tokens
-        mask = scratch.tensor((tile.rows, 1, 1, padded), torch.bool)
-        lengths = torch.tensor([row.end for row in members]).view(-1, 1, 1, 1)
-        return torch.lt(torch.arange(padded), lengths, out=mask)
+    def _make_decode_masks(
+        self, tiles: Sequence[_Tile], members: Sequence[Sequence[Row]], scratch: StepScratch
+    ) -> None:
+        """One piece of scratch for the masks of all decode tiles: they serve every layer of the step."""
+        widths = [tile.num_blocks * self.block_tokens for tile in tiles]
+        sizes = [tile.rows * width for tile, width in zip(tiles, widths, strict=True)]
+        pieces = scratch.tensor((sum(sizes),), torch.bool).split(sizes)
+        for tile, width, rows, piece in zip(tiles, widths, members, pieces, strict=True):
+            lengths = torch.tensor([row.end for row in rows]).view(-1, 1, 1, 1)
+            tile.mask = torch.lt(torch.arange(width), lengths, out=piece.view(tile.rows, 1, 1, width))
 
     @staticmethod
     def _mask_tile_bytes_of(tile: _Tile, block_tokens: int) -> int:

@@ -13,6 +13,9 @@ class EngineOptions:
 
     On the host device ``memory_bytes`` is a hard cap on what the process may take beyond what it held after its
     imports; None takes what the system has available. ``dtype`` of weights and compute: default the model's own.
+
+    ``fence`` makes that cap hard for the whole process: an allocation past it fails. Switch it off where the same
+    process holds other large things of its own; the ledger then still reports what passes the cap.
     """
 
     model: str
@@ -21,3 +24,4 @@ class EngineOptions:
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
     dtype: str | None = None
     attention: str = "sdpa"
+    fence: bool = True

@@ -23,7 +23,7 @@ from tonnage.report import RunResult
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.step import StepPlan
-from tonnage.terms import MemoryPlan, Reading
+from tonnage.terms import LineKind, MemoryPlan, Reading
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -53,13 +53,16 @@ class Runtime:
     def sample(self, phase: str) -> Reading:
         """Look at the device between steps and tell the ledger.
 
-        What the process held at its peak and no longer holds came and went inside steps: the transient account.
+        What the process held at its peak and no longer holds came and went inside steps. Tensors and what the heap
+        adds to them cannot be told apart from outside: up to the planned tensors it is transient, the rest is heap.
         """
         reading = read_device(self.driver, self.ledger, phase)
         if reading.peak_own_bytes is not None and reading.own_bytes is not None:
             self.peak_own_bytes = max(self.peak_own_bytes or 0, reading.peak_own_bytes)
-            self.transient.sampled(max(0, reading.peak_own_bytes - reading.own_bytes))
-            self.transient.sampled(0)
+            grown = max(0, reading.peak_own_bytes - reading.own_bytes)
+            tensors = min(grown, self.plan.bytes_of(LineKind.TRANSIENT))
+            _touch(self.transient, tensors)
+            _touch(self.heap, grown - tensors)
         self.ledger.sample(reading)
         return reading
 
@@ -73,8 +76,7 @@ class Runtime:
         trim_heap()
         after = self.driver.own_bytes()
         if before is not None and after is not None:
-            self.heap.sampled(max(0, before - after))
-            self.heap.sampled(0)
+            _touch(self.heap, max(0, before - after))
         self.ledger.sample(read_device(self.driver, self.ledger, phase))
 
     def result(self, **counts: Any) -> RunResult:
@@ -92,6 +94,12 @@ class Runtime:
         self.executor.close()
         self.dispatcher.close()
         release(self.driver, self.closing)
+
+
+def _touch(account: Account, num_bytes: int) -> None:
+    """The account stood at ``num_bytes`` and is empty again: only its high-water mark remembers."""
+    account.sampled(num_bytes)
+    account.sampled(0)
 
 
 def release(driver: HostDriver, closing: list[Callable[[], None]]) -> None:

@@ -55,13 +55,20 @@ HOST_BATCH_SIZE, HOST_NUM_TOKENS = 32, 512
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
-def start(options: EngineOptions, *, on_stage: Callable[[str], None] | None = None) -> Engine:
+def start(
+    options: EngineOptions,
+    *,
+    on_stage: Callable[[str], None] | None = None,
+    open_device: Callable[[int], HostDriver] = HostDriver,
+) -> Engine:
     """Build an engine inside its memory plan. ``on_stage`` hears the name of each stage as it begins.
+
+    ``open_device`` makes the driver from a capacity in bytes; wrapping it injects faults.
 
     Raises ``UserError`` (``DoesNotFit``, ``ModelNotFound`` ...) for what the user can mend, ``StartupError`` with
     stage, history and remedy for anything else; whatever was allocated is given back either way.
     """
-    startup = _Startup(options, on_stage)
+    startup = _Startup(options, on_stage, open_device)
     try:
         return startup.run()
     except BaseException as error:
@@ -72,9 +79,15 @@ def start(options: EngineOptions, *, on_stage: Callable[[str], None] | None = No
 class _Startup:
     """What start-up holds between its stages."""
 
-    def __init__(self, options: EngineOptions, on_stage: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        on_stage: Callable[[str], None] | None,
+        open_device: Callable[[int], HostDriver],
+    ) -> None:
         self.options = options
         self.on_stage = on_stage or (lambda _: None)
+        self.make_driver = open_device
         self.closing: list[Callable[[], None]] = []
         self.rank = Rank()
 
@@ -127,7 +140,7 @@ class _Startup:
         self.on_stage("imports")
         import_libraries(self.config.model_type)
         capacity = self.options.memory_bytes or available_memory()
-        self.driver = HostDriver(capacity)
+        self.driver = self.make_driver(capacity)
         self.stream = Stream(self.driver)
         self.chip = Chip(name="host", sm=0, num_sms=0, total_bytes=capacity)
         self.ledger = Ledger(self.rank.device, capacity)
@@ -214,7 +227,7 @@ class _Startup:
     def close_boundary(self) -> None:
         """From here on the heap cannot grow past the device; a full step of each kind proves that it need not."""
         own = self.driver.own_bytes()
-        if own is not None:
+        if self.options.fence and own is not None:
             room = max(0, self.driver.capacity_bytes - own)
             try:
                 before = fence(process_memory().data_bytes + room)

@@ -1,0 +1,115 @@
+"""Fail every allocation of an engine's start, and of its steps, in turn: reported cleanly, nothing lost, nothing kept.
+
+The device's allocations fail through ``FaultDriver``, torch's through a dispatch mode that refuses the nth operation
+the way torch's CPU allocator does.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tonnage.config import LimitKnobs, Setting
+from tonnage.device.fault import FaultDriver
+from tonnage.device.host import HostDriver
+from tonnage.device.process import process_memory
+from tonnage.engine import EngineOptions, Finish, start
+from tonnage.errors import StartupError, UserError
+from tonnage.units import MiB
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+from tiny import save_tiny_llama
+
+REFUSAL = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = save_tiny_llama(tmp_path_factory.mktemp("tiny"), num_hidden_layers=1)
+    limits = LimitKnobs(max_seq_len=Setting(64), max_batch_size=Setting(2), max_num_tokens=Setting(32))
+    return EngineOptions(model=str(folder), memory_bytes=300 * MiB, limit_knobs=limits, fence=False)
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
+def test_every_device_allocation_of_a_start_may_fail(options, forever):
+    before, reached = process_memory().shmem_bytes, 0
+    for nth in count(1):
+        devices: list[tuple[HostDriver, FaultDriver]] = []
+
+        def open_device(capacity, nth=nth, devices=devices):
+            host = HostDriver(capacity)
+            devices.append((host, FaultDriver(host, nth, forever=forever)))
+            return devices[0][1]
+
+        try:
+            start(options, open_device=open_device).close()
+        except StartupError as error:
+            assert error.stage
+            assert error.remedy
+            assert "INJECTED" in str(error)
+        except UserError as error:
+            assert error.remedy
+        host, fault = devices[0]
+        assert host.used_bytes == 0, f"call {nth} left memory on the device"
+        assert process_memory().shmem_bytes == before
+        if not fault.num_injected:
+            break
+        reached += 1
+    print(f"\n{reached} device allocations failed in turn")
+    assert reached > 10
+
+
+class FailOperation(TorchDispatchMode):
+    """The nth torch operation fails for want of memory, or it and all after it."""
+
+    def __init__(self, nth, *, forever):
+        super().__init__()
+        self.nth, self.forever, self.seen, self.injected = nth, forever, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        if self.seen == self.nth or (self.forever and self.seen > self.nth):
+            self.injected += 1
+            raise RuntimeError(REFUSAL)
+        return func(*args, **(kwargs or {}))
+
+
+def serve(engine):
+    for i in range(2):
+        engine.submit(engine.request(f"r{i}", token_ids=[5 + i, 9, 11], max_tokens=2, ignore_stop=True))
+    done = {}
+    for _ in range(50):
+        if not engine.has_work:
+            break
+        done.update({completion.request_id: completion for completion in engine.step()})
+    return done
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
+def test_every_torch_allocation_of_a_step_may_fail(options, forever):
+    with start(options) as engine:
+        truth = {name: completion.token_ids for name, completion in serve(engine).items()}
+        booked = engine.ledger.accounted_bytes
+        for nth in count(1):
+            with FailOperation(nth, forever=forever) as mode:
+                done = serve(engine)
+            assert set(done) == {"r0", "r1"}, f"operation {nth}: a request was lost"
+            for name, completion in done.items():
+                if completion.finish_reason is Finish.ERROR:
+                    assert "can't allocate memory" in completion.error
+                else:
+                    assert completion.token_ids == truth[name]
+            progress = engine.progress()
+            assert (progress.num_running, progress.num_waiting, progress.kv_used_tokens) == (0, 0, 0)
+            assert engine.ledger.accounted_bytes == booked
+            if not mode.injected:
+                break
+        print(f"\n{nth - 1} torch operations failed in turn")
+        assert nth > 50
+        assert {name: completion.token_ids for name, completion in serve(engine).items()} == truth
+    torch.manual_seed(0)
