@@ -39,7 +39,8 @@ class Rate:
 
 def kv_text(progress: Progress) -> str:
     """The part of the KV cache in use, in whole percent."""
-    return f"KV {100 * progress.kv_used_tokens // max(1, progress.kv_total_tokens)} % in use"
+    percent = 100 * progress.kv_used_tokens // max(1, progress.kv_total_tokens)
+    return f"KV {'<1' if progress.kv_used_tokens and not percent else percent} % in use"
 
 
 class PlainLines:

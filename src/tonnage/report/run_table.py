@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-LEFT_FREE = frozenset({LineKind.KEEP_FREE, LineKind.ROUNDING, LineKind.SLACK})
-
 
 def show_run(result: RunResult, console: Console, *, with_plan: bool) -> None:
     """Print the run; ``with_plan`` adds the whole plan that it was built from."""
@@ -34,7 +32,11 @@ def served_text(result: RunResult) -> Text:
     """Requests and tokens."""
     from rich.text import Text
 
-    text = Text.assemble(("requests  ", "dim"), (f"{result.finished:,} finished", "bold green"))
+    plan = result.plan
+    text = Text.assemble((plan.model_name, "bold"), " on ", (plan.device_name, "bold"))
+    text.append(f": {format_bytes(plan.device_bytes)}, KV for {plural(plan.kv.tokens, 'token')}")
+    text.append("\nrequests  ", "dim")
+    text.append(f"{result.finished:,} finished", "bold green")
     for count, word, style in ((result.failed, "failed", "bold red"), (result.cancelled, "cancelled", "yellow")):
         text.append(f", {count:,} {word}", style if count else "dim")
     text.append(f"; {result.waited:,} had to wait for memory")
@@ -62,7 +64,7 @@ def ledger_table(result: RunResult) -> Table:
     """Every line planned against actual, ``unattributed`` among them, and the sum."""
     order = [line.kind for line in result.plan.lines]
     audit = sorted(result.audit, key=lambda row: order.index(row.line) if row.line in order else len(order))
-    rows = [_audit_cells(row, _ways(row.line, result.snapshot)) for row in audit]
+    rows = [_audit_cells(row, result.snapshot) for row in audit]
     snapshot, planned = result.snapshot, planned_own_bytes(result)
     most = result.peak_own_bytes if result.peak_own_bytes is not None else snapshot.own
     total = ("this engine", format_bytes(planned), maybe_bytes(snapshot.own), maybe_bytes(result.peak_own_bytes))
@@ -73,19 +75,21 @@ def ledger_table(result: RunResult) -> Table:
     return table
 
 
-def _audit_cells(row: AuditRow, ways: str) -> tuple[str, ...]:
+def _audit_cells(row: AuditRow, snapshot: Snapshot) -> tuple[str, ...]:
+    ways, planned = _ways(row.line, snapshot), format_bytes(row.planned_bytes)
     if not ways:
-        why = "left free" if row.line in LEFT_FREE else "nobody counts it"
-        return row.line.value, format_bytes(row.planned_bytes), "–", "–", "–", why
+        why = "left free" if row.line == LineKind.KEEP_FREE else "nobody counts it"
+        return row.line.value, planned, "–", "–", "–", why
     most = max((value for value in (row.actual_bytes, row.high_water_bytes) if value is not None), default=None)
-    numbers = (format_bytes(row.planned_bytes), maybe_bytes(row.actual_bytes), maybe_bytes(row.high_water_bytes))
+    numbers = (planned, maybe_bytes(row.actual_bytes), maybe_bytes(row.high_water_bytes))
     return row.line.value, *numbers, _verdict(most, row.planned_bytes), ways
 
 
 def _ways(kind: LineKind, snapshot: Snapshot) -> str:
     """How the ledger knows a line; empty where it has no account of it."""
-    if kind == LineKind.UNATTRIBUTED:
-        return "own less accounts"
+    computed = {LineKind.UNATTRIBUTED: "own less accounts", LineKind.ROUNDING: "pages less what was asked"}
+    if kind in computed:
+        return computed[kind]
     ways = [entry.how.value for entry in snapshot.entries if entry.line == kind]
     if kind == LineKind.FOREIGN:
         ways.append("device less own")
@@ -104,7 +108,7 @@ def memory_text(result: RunResult) -> Text:
 
     snapshot = result.snapshot
     text = Text.assemble(("memory    ", "dim"), f"{format_bytes(snapshot.free)} free on the device, ")
-    text.append(f"{format_bytes(snapshot.foreign)} held by others (at {snapshot.phase})")
+    text.append(f"{format_bytes(snapshot.foreign)} held by others")
     for event in snapshot.first_uses:
         text.append(f"\n! {event.owner} allocated for the first time after start-up: ", "yellow")
         text.append(f"{signed_bytes(event.delta)} in step {event.step} ({event.phase})", "yellow")
