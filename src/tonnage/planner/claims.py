@@ -82,8 +82,12 @@ def _tables(limits: Limits, *, block_tokens: int, device_kind: str) -> tuple[Cla
     )
     return (
         _table_claim("page table", Fixed(bytes=table), "int32, one row a sequence, one entry a block"),
-        _table_claim(
-            "step inputs", Fixed(bytes=step_input_bytes(limits)), "ids, positions, slots and row bounds of a step"
+        replace(
+            _table_claim(
+                "step inputs", Fixed(bytes=step_input_bytes(limits)), "ids, positions, slots and row bounds of a step"
+            ),
+            applies=not on_host,
+            because="made anew in each step, part of the transient" if on_host else "",
         ),
         replace(metadata, applies=on_host, because="" if on_host else "kept in host memory"),
     )
