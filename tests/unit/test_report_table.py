@@ -116,7 +116,7 @@ def test_a_run_says_what_was_served_and_what_it_held() -> None:
     assert rows["transient"] == "transient 912 MiB 410 MiB 930 MiB over by 18 MiB sampled"
     assert rows["context"] == "context 520 MiB – – – nobody counts it"
     assert rows["keep_free"] == "keep_free 256 MiB – – – left free"
-    assert rows["unattributed"] == "unattributed 0 B 12 MiB 20 MiB over by 20 MiB own less accounts"
+    assert rows["unattributed"] == "unattributed 0 B 12 MiB 20 MiB unexplained own less accounts"
     assert rows["this engine"].startswith("this engine 79.75 GiB 73.96 GiB 70 GiB within")
     assert "surprise allocated for the first time after start-up: +4 KiB in step 3" in text
     assert "How the pool was found" not in text

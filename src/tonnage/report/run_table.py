@@ -82,7 +82,10 @@ def _audit_cells(row: AuditRow, snapshot: Snapshot) -> tuple[str, ...]:
         return row.line.value, planned, "–", "–", "–", why
     most = max((value for value in (row.actual_bytes, row.high_water_bytes) if value is not None), default=None)
     numbers = (planned, maybe_bytes(row.actual_bytes), maybe_bytes(row.high_water_bytes))
-    return row.line.value, *numbers, _verdict(most, row.planned_bytes), ways
+    verdict = _verdict(most, row.planned_bytes)
+    if row.line == LineKind.UNATTRIBUTED and most:
+        verdict = "unexplained"  # no plan has a byte of it
+    return row.line.value, *numbers, verdict, ways
 
 
 def _ways(kind: LineKind, snapshot: Snapshot) -> str:
