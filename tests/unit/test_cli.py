@@ -117,6 +117,9 @@ BAD = {
     "run m --prompt a --max-tokens 0": "--max-tokens = '0'|zero|at least 1",
     "run m --prompt a --output plan.json": "--output plan.json exists|--force",
     "run m --prompt a --run-file plan.json": "--run-file plan.json exists|--force",
+    "run m --prompt a --output x --run-file x": "--output and --run-file both write x|To change: give them two names",
+    "run m --prompt a --run-file -": "--run-file needs a file|use --json",
+    f"{PLAN} --memory 80GiB --output -": "--output needs a file|use --json",
     "run m --prompt a --output - --json": "both write to stdout|To change: ",
     # the program itself
     "paln x": "No such command 'paln'|Did you mean 'plan'?|See tonnage --help",

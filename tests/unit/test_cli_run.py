@@ -203,6 +203,11 @@ def test_long_and_many_texts_are_shortened(tonnage: Program, engine: FakeEngine,
     assert "[2 more, --output FILE keeps them all]" in ended.out
 
 
+def test_answers_to_typed_prompts_are_shown_whole(tonnage: Program, engine: FakeEngine) -> None:
+    ended = tonnage("run", "m", *["--prompt", "x" * 1000] * 5)
+    assert ended.out.count("you said " + "x" * 1000) == 5
+
+
 def test_files_are_checked_before_the_engine_starts(tonnage: Program, engine: FakeEngine, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_text("precious")

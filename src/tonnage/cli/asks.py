@@ -45,11 +45,15 @@ class Failure:
 
 @dataclass(slots=True)
 class Asks:
-    """Everything that was read. ``ignored`` counts keys of input lines that mean nothing here."""
+    """Everything that was read. ``ignored`` counts keys of input lines that mean nothing here.
+
+    typed: the prompts were typed by hand, so that each answer is wanted whole.
+    """
 
     asks: list[Ask] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
+    typed: bool = False
 
     @property
     def total(self) -> int:
@@ -58,7 +62,8 @@ class Asks:
 
 def from_prompts(prompts: Sequence[str]) -> Asks:
     """One request a ``--prompt``."""
-    return Asks([Ask(id=f"prompt-{n}", where=f"--prompt {n}", prompt=text) for n, text in enumerate(prompts, 1)])
+    asks = [Ask(id=f"prompt-{n}", where=f"--prompt {n}", prompt=text) for n, text in enumerate(prompts, 1)]
+    return Asks(asks, typed=True)
 
 
 def from_lines(lines: Iterable[bytes], *, file: str) -> Asks:

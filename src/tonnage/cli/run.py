@@ -101,11 +101,11 @@ def run(
     tally, result = _serve(
         settings, asks, max_tokens=num_tokens, chat=chat, output=output, as_json=as_json, force=force
     )
+    _show(result, tally, asks, as_json=as_json, output=output)
     if run_file is not None:
         from tonnage.report import run_text, write_file
 
         write_file(run_file, run_text(result), force=force, flag="--run-file")
-    _show(result, tally, asks, as_json=as_json, output=output)
     return INTERRUPTED if tally.interrupted else int(bool(tally.failures))
 
 
@@ -138,6 +138,8 @@ def _check_files(output: str | None, run_file: str | None, *, as_json: bool, for
         raise UserError(
             "--output - and --json both write to stdout", remedy="give --output a file, or --run-file instead of --json"
         )
+    if output is not None and output == run_file:
+        raise UserError(f"--output and --run-file both write {output}", remedy="give them two names")
     if output not in (None, "-"):
         check_writable(str(output), force=force, flag="--output")
     if run_file is not None:
@@ -226,7 +228,8 @@ def _show_texts(tally: Tally, asks: Asks, *, kept: str | None) -> None:
     for ask in asks.asks:
         if ask.id in tally.shown:
             text = tally.shown[ask.id].strip()
-            shortened = text if len(text) <= NUM_CHARACTERS else text[:NUM_CHARACTERS].rstrip() + " ..."
+            whole = asks.typed or len(text) <= NUM_CHARACTERS
+            shortened = text if whole else text[:NUM_CHARACTERS].rstrip() + " ..."
             print(f"[{ask.id}]\n{shortened}\n")
     rest = tally.finished - len(tally.shown)
     if rest > 0 and tally.shown:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OnToken = Callable[[str, int, str], None]
 
-#: Completions kept in memory to be shown at the end.
+#: Completions kept to be shown at the end, where the requests came from a file.
 NUM_SHOWN = 3
 
 
@@ -82,7 +82,7 @@ class Serving:
     def __init__(self, engine: Engine, asks: Asks, *, results: ResultLines, display: Display) -> None:
         self._engine, self._asks, self._results, self._display = engine, asks, results, display
         self._open: dict[str, Ask] = {}
-        self._to_show = {ask.id for ask in asks.asks[:NUM_SHOWN]}
+        self._to_show = {ask.id for ask in (asks.asks if asks.typed else asks.asks[:NUM_SHOWN])}
         self.tally = Tally()
 
     def run(self, *, max_tokens: int, chat: bool, on_token: OnToken | None) -> None:

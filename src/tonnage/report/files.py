@@ -35,6 +35,8 @@ def read_file(path: str | Path) -> PlanFile | RunFile:
 def check_writable(path: str | Path, *, force: bool, flag: str) -> Path:
     """Refuse an existing file (unless ``force``) and a folder that is not there, before any work is done."""
     target = Path(path)
+    if str(path) == "-":
+        raise InputError(f"{flag} needs a file", knob=flag, value="-", remedy="to print it instead, use --json")
     if target.is_dir():
         raise InputError(f"{flag} {target} is a folder", knob=flag, value=str(path), remedy="name a file")
     if target.exists() and not force:
