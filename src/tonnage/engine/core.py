@@ -16,8 +16,8 @@ from tonnage.report import RunResult, StageRecord
 from tonnage.step import StepPlan, Txn
 from tonnage.terms import MemoryPlan
 
-#: Steps between two looks at the process's memory: a look costs about 50 microseconds.
-SAMPLE_EVERY = 32
+#: Time between two looks at the process's memory, which also make the heap give back what it keeps: a few milliseconds.
+SETTLE_EVERY_NS = 500 * 10**6
 
 
 class Engine:
@@ -44,6 +44,7 @@ class Engine:
         self._num_waited = self._prompt_tokens = self._generated_tokens = 0
         self._num_steps = 0
         self._serving_ns = 0
+        self._settled_ns = time.monotonic_ns()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -174,8 +175,9 @@ class Engine:
         txn.commit()
         self._runtime.dispatcher.update(plan, outcome)
         self._num_steps += 1
-        if self._num_steps % SAMPLE_EVERY == 0:
-            self._runtime.sample("serving")
+        if time.monotonic_ns() - self._settled_ns > SETTLE_EVERY_NS:
+            self._runtime.settle("serving")
+            self._settled_ns = time.monotonic_ns()
         self._take(plan, outcome)
 
     def _take(self, plan: StepPlan, outcome: dict[str, Sampled]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tonnage.config import Limits
-from tonnage.device.process import process_memory, reset_peak, trim_heap
+from tonnage.device.process import ProcessMemory, process_memory, reset_peak, trim_heap
 from tonnage.engine.executor import Executor
 from tonnage.engine.tracker import StorageTracker
 from tonnage.resources.base import RequestView
@@ -56,11 +56,19 @@ class Prober:
         for stage in STAGES:
             self._run(stage, None)
 
-    def measure(self, stage: str) -> StagePeak:
-        """The peak of one stage, in bytes of tensors and in bytes of process growth, both rounded up to a MiB."""
-        tracker = StorageTracker(self._known)
+    def measure(self) -> tuple[StagePeak, ...]:
+        """The peak of each stage, in bytes of tensors and in bytes of process growth, both rounded up to a MiB.
+
+        The heap is trimmed once, before the first stage: what it keeps of one stage is part of the next one's growth,
+        as it is when steps of both kinds follow each other.
+        """
         trim_heap()
-        can_reset, before = reset_peak(), process_memory()
+        before = process_memory()
+        return tuple(self._measure(stage, before) for stage in STAGES)
+
+    def _measure(self, stage: str, before: ProcessMemory) -> StagePeak:
+        tracker = StorageTracker(self._known)
+        can_reset = reset_peak()
         plan = self._run(stage, tracker)
         after = process_memory()
         tracked = round_up(tracker.peak_bytes, ROUNDING_BYTES)

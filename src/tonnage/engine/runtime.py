@@ -50,34 +50,28 @@ class Runtime:
         blocks: dict[str, np.ndarray[Any, Any]] = {id: self.kv.row(id) for id in requests}
         return self.executor.launch(plan, tokens, blocks)
 
-    def sample(self, phase: str) -> Reading:
-        """Look at the device between steps and tell the ledger.
+    def settle(self, phase: str) -> None:
+        """Look at the device between steps, make the heap give back what it keeps, look again; tell the ledger.
 
         What the process held at its peak and no longer holds came and went inside steps. Tensors and what the heap
         adds to them cannot be told apart from outside: up to the planned tensors it is transient, the rest is heap.
+        What the heap gives back when asked was free memory it had kept: the allocator's overhead, not a leak.
         """
-        reading = read_device(self.driver, self.ledger, phase)
-        if reading.peak_own_bytes is not None and reading.own_bytes is not None:
-            self.peak_own_bytes = max(self.peak_own_bytes or 0, reading.peak_own_bytes)
-            grown = max(0, reading.peak_own_bytes - reading.own_bytes)
-            tensors = min(grown, self.plan.bytes_of(LineKind.TRANSIENT))
-            _touch(self.transient, tensors)
-            _touch(self.heap, grown - tensors)
-        self.ledger.sample(reading)
-        return reading
-
-    def settle(self, phase: str) -> None:
-        """Look, then ask the heap for what it keeps, and look again.
-
-        What it gives back was free memory it had held on to: the allocator's overhead, not a leak.
-        """
-        self.sample(phase)
-        before = self.driver.own_bytes()
+        before = read_device(self.driver, self.ledger, phase)
         trim_heap()
-        after = self.driver.own_bytes()
-        if before is not None and after is not None:
-            _touch(self.heap, max(0, before - after))
-        self.ledger.sample(read_device(self.driver, self.ledger, phase))
+        after = read_device(self.driver, self.ledger, phase)
+        if before.own_bytes is not None and after.own_bytes is not None and before.peak_own_bytes is not None:
+            self.peak_own_bytes = max(self.peak_own_bytes or 0, before.peak_own_bytes)
+            grown = before.peak_own_bytes - before.own_bytes
+            tensors = min(grown, self.plan.bytes_of(LineKind.TRANSIENT))
+            self.transient.sampled(tensors)
+            self.transient.sampled(0)
+            kept = max(0, before.own_bytes - after.own_bytes)
+            self.heap.sampled(max(grown - tensors, kept))
+            self.heap.sampled(kept)
+        self.ledger.sample(before)
+        self.heap.sampled(0)
+        self.ledger.sample(after)
 
     def result(self, **counts: Any) -> RunResult:
         self.settle("end")
@@ -94,12 +88,6 @@ class Runtime:
         self.executor.close()
         self.dispatcher.close()
         release(self.driver, self.closing)
-
-
-def _touch(account: Account, num_bytes: int) -> None:
-    """The account stood at ``num_bytes`` and is empty again: only its high-water mark remembers."""
-    account.sampled(num_bytes)
-    account.sampled(0)
 
 
 def release(driver: HostDriver, closing: list[Callable[[], None]]) -> None:

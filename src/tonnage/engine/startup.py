@@ -29,7 +29,7 @@ from tonnage.engine.executor import Executor
 from tonnage.engine.family import family_of
 from tonnage.engine.models import model_folder
 from tonnage.engine.options import EngineOptions
-from tonnage.engine.probe import ROUNDING_BYTES, STAGES, Prober, trial_blocks
+from tonnage.engine.probe import ROUNDING_BYTES, Prober, trial_blocks
 from tonnage.engine.runtime import Runtime, read_device, release
 from tonnage.engine.stages import StageMonitor
 from tonnage.engine.text import Text
@@ -174,7 +174,7 @@ class _Startup:
         self.executor, self.dispatcher, self.kv = self.runner(limits, num_blocks=num_blocks)
         prober = self.prober(limits)
         prober.warm_up()
-        stages = tuple(prober.measure(stage) for stage in STAGES)
+        stages = prober.measure()
         trim_heap()
         libraries = self.remainder("libraries", LineKind.LIBRARIES)
         return Measured(
