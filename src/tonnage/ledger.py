@@ -264,11 +264,10 @@ class Ledger:
         A line counts what was asked for; what whole pages add to it is the line ROUNDING, there as in the plan.
         """
         with self._lock:
-            lines = [
-                kind
-                for kind in LineKind
-                if kind is not LineKind.UNATTRIBUTED and (kind in self._planned or kind in self._lines or self._level(kind).bytes)
-            ]
+            known = {*self._planned, *self._lines}
+            if self._level(LineKind.ROUNDING).bytes:
+                known.add(LineKind.ROUNDING)
+            lines = [kind for kind in LineKind if kind in known and kind is not LineKind.UNATTRIBUTED]
             return (*(self._audit_row(kind) for kind in lines), self._audit_remainder())
 
     def _audit_row(self, kind: LineKind) -> AuditRow:

@@ -8,6 +8,7 @@ holds what kernels take inside themselves and what the heap wastes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ class Prober:
         )
 
     def _run(self, stage: str, tracker: StorageTracker | None) -> StepPlan:
-        requests = self._kv.probe(stage, self._limits)
+        requests = self._held_by_pool(self._kv.probe(stage, self._limits))
         with self._dispatcher.holding(requests):
             plan = StepPlan.of(0, tuple(_item(request, stage) for request in requests))
             txn = Txn()
@@ -95,6 +96,11 @@ class Prober:
             finally:
                 txn.rollback()
         return plan
+
+    def _held_by_pool(self, requests: Sequence[RequestView]) -> Sequence[RequestView]:
+        """The first of the requests that the pool holds at once: no real step computes more than that either."""
+        needs = accumulate(self._kv.lifetime_need(request) for request in requests)
+        return [request for request, need in zip(requests, needs, strict=True) if need <= self._kv.available()]
 
     def _launch(self, plan: StepPlan, tracker: StorageTracker | None) -> None:
         # Token 0 everywhere: what a dense model takes does not depend on what it reads.

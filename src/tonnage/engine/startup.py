@@ -10,6 +10,7 @@ import importlib
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tonnage.attention import make_backend
@@ -19,6 +20,7 @@ from tonnage.config import DEFAULT_BLOCK_TOKENS, LimitKnobs, Limits, Origin, Set
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.kv import kv_layout
+from tonnage.costs.models import EMBEDDED
 from tonnage.costs.weights import weights_layout
 from tonnage.declarations import declare
 from tonnage.device.host import HostDriver
@@ -38,7 +40,7 @@ from tonnage.errors import DriverUnsupported, InvalidSetting
 from tonnage.hardware import Card, host_card
 from tonnage.layout import KVLayout
 from tonnage.ledger import Account, Ledger
-from tonnage.planner import plan_measured, plan_without_device, resolve_limits
+from tonnage.planner import check_knobs, plan_measured, plan_without_device, resolve_limits
 from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
@@ -130,10 +132,21 @@ class _Startup:
         """The model's files and shape; whatever cannot run is refused before anything is imported or allocated."""
         self.on_stage("model")
         self.folder = model_folder(self.options.model)
-        self.config = replace(ModelConfig.read(self.folder), name=self.options.model)
+        self.config = ModelConfig.read(self.folder, name=shown_name(self.options.model))
         self.family = family_of(self.config)
         self.dtype = parse_dtype(self.options.dtype or self.config.dtype, knob="--dtype", allowed=COMPUTE_DTYPES)
         self.weights = weights_layout(self.config, dtype=self.dtype, rank=self.rank)
+        knobs = self.options.knobs
+        self.block_tokens = knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
+        self.layout = kv_layout(
+            self.config,
+            kv_dtype=knobs.kv_dtype.or_else(self.dtype),
+            block_tokens=self.block_tokens,
+            rank=self.rank,
+        )
+        self.require_same_dtype(self.layout)
+        resolve_limits(self.config, self.limit_knobs())
+        check_knobs(knobs)
 
     def open_device(self) -> None:
         """The device, the ledger and the baseline: what the process holds after its imports is the host's overhead."""
@@ -206,6 +219,8 @@ class _Startup:
     def build(self) -> Runtime:
         """Map the pool to its planned size and make what runs on it; the trial structures are dropped."""
         plan = self.plan
+        for arena in (self.pool_arena, self.scratch_arena):
+            arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
         self.pool_arena.commit(plan.kv.bytes)
         self.ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
         self.executor, self.dispatcher, self.kv = self.runner(plan.limits, num_blocks=plan.kv.num_slabs)
@@ -309,15 +324,7 @@ class _Startup:
 
     def make_pool(self) -> None:
         """Addresses for the largest pool the device could hold, and the tensor over them; no memory yet."""
-        knobs = self.options.knobs
-        self.block_tokens = knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
-        layout = self.layout = kv_layout(
-            self.config,
-            kv_dtype=knobs.kv_dtype.or_else(self.dtype),
-            block_tokens=self.block_tokens,
-            rank=self.rank,
-        )
-        self.require_same_dtype(layout)
+        layout = self.layout
         num_slabs = max(1, self.driver.capacity_bytes // layout.slab_bytes)
         self.pool_arena = self.arena("kv cache", LineKind.KV, num_slabs * layout.slab_bytes)
         part = layout.groups[0].parts[0]
@@ -350,6 +357,13 @@ class _Startup:
             slots=slots,
         )
         return Executor(self.model, self.backend, scratch), Dispatcher([slots, kv]), kv
+
+
+def shown_name(model: str) -> str:
+    """The name the planner gives the same model; empty for a folder, which then gives its own."""
+    if Path(model).expanduser().exists():
+        return ""
+    return EMBEDDED[model.lower()][1] if model.lower() in EMBEDDED else model
 
 
 def import_libraries(model_type: str) -> None:

@@ -17,11 +17,11 @@ from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
 from tonnage.planner.claims import claims_for
 from tonnage.planner.limits import resolve_limits
-from tonnage.planner.question import Question, answer
+from tonnage.planner.question import Question, answer, check_knobs
 from tonnage.planner.remedies import with_remedies
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
 
-__all__ = ["claims_for", "find_config", "plan_measured", "plan_without_device", "resolve_limits"]
+__all__ = ["check_knobs", "claims_for", "find_config", "plan_measured", "plan_without_device", "resolve_limits"]
 
 
 def plan_without_device(

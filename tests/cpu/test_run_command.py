@@ -1,0 +1,97 @@
+"""``tonnage run`` on the embedded model, in a process of its own as a user starts it: the demo, and caps too small."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tonnage.units import MiB
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).parents[2]
+
+
+def tonnage(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tonnage", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_demo_finishes_inside_its_plan(tmp_path):
+    """All 64 requests finish, many after waiting; what no line explains stays small; nothing passes the cap."""
+    kept = tmp_path / "answers.jsonl"
+    memory = 1024 * MiB
+    done = tonnage("run", "smollm2", "--input", "examples/demo.jsonl", "--output", str(kept), "--memory", "1GiB",
+                   "--max-seq-len", "1024", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    assert run["requests"]["finished"] == 64
+    assert run["requests"]["failed"] == 0
+    assert run["requests"]["waited"] >= 30
+    answers = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert len({answer["id"] for answer in answers}) == 64
+    assert all(answer["text"].strip() for answer in answers)
+    plan, ledger = run["plan"], run["ledger"]
+    assert sum(line["bytes"] for line in plan["lines"]) == plan["device_bytes"] == memory
+    unattributed = ledger["unattributed"]
+    print(
+        f"\nunattributed {unattributed / MiB:.2f} MiB, peak {run['peak_own_bytes'] / MiB:.1f} of {memory / MiB:.0f} MiB"
+    )
+    assert unattributed <= max(32 * MiB, memory * 3 // 100)
+    # The same from outside: memory after the imports, less every line that the plan says is in use.
+    idle = {"keep_free", "slack", "rounding", "transient"}
+    planned = sum(line["bytes"] for line in plan["lines"] if line["kind"] not in idle)
+    assert ledger["own"] - planned <= max(32 * MiB, memory * 3 // 100)
+    assert run["peak_own_bytes"] <= memory
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_size_that_works():
+    refused = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "300MiB")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "weights" in refused.stderr
+    assert "Need: " in refused.stderr
+    size = re.search(r"give it (\d+[MG]iB) of memory", refused.stderr)
+    assert size is not None, refused.stderr
+    worked = tonnage("run", "smollm2", "--prompt", "hello", "--memory", size[1], "--max-tokens", "4", "--json")
+    assert worked.returncode == 0, worked.stderr
+
+
+def test_a_pool_below_one_sequence_names_the_length_that_fits_and_it_does():
+    refused = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "900MiB", "--max-seq-len", "8192")
+    assert refused.returncode == 2
+    assert "less than one sequence of max_seq_len = 8,192" in refused.stderr
+    length = re.search(r"lower max_seq_len to (\d+)", refused.stderr)
+    assert length is not None, refused.stderr
+    worked = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "900MiB", "--max-seq-len", length[1],
+                     "--max-tokens", "4", "--json")  # fmt: skip
+    assert worked.returncode == 0, worked.stderr
+    assert json.loads(worked.stdout)["plan"]["limits"]["max_seq_len"] == int(length[1])
+
+
+def test_a_broken_line_and_a_request_too_long_fail_alone(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(
+        '{"id": "good", "prompt": "Say hello.", "max_tokens": 4}\n'
+        "{broken\n"
+        + json.dumps({"id": "long", "prompt": "word " * 600})
+        + '\n{"id": "never", "prompt": "hi", "max_tokens": 5000}\n'
+        '{"id": "last", "prompt": "Say bye.", "max_tokens": 4}\n'
+    )
+    kept = tmp_path / "out.jsonl"
+    done = tonnage("run", "smollm2", "--input", str(prompts), "--output", str(kept), "--memory", "900MiB",
+                   "--max-seq-len", "256", "--json")  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert re.search(r"line 2", done.stderr)
+    assert "too long" in done.stderr
+    assert "can never fit" in done.stderr
+    assert json.loads(done.stdout)["requests"] | {"waited": 0} == {
+        "finished": 2, "failed": 3, "cancelled": 0, "waited": 0,
+    }  # fmt: skip
