@@ -35,9 +35,9 @@ def options(tmp_path_factory):
     return EngineOptions(model=str(folder), memory_bytes=300 * MiB, limit_knobs=limits, fence=False)
 
 
-def failure(options, open_device) -> StartupError | UserError | None:
+def failure(options, make_driver) -> StartupError | UserError | None:
     try:
-        start(options, open_device=open_device).close()
+        start(options, make_driver=make_driver).close()
     except (StartupError, UserError) as error:
         return error
     return None
@@ -49,12 +49,12 @@ def test_every_device_allocation_of_a_start_may_fail(options, forever):
     for nth in count(1):
         devices: list[tuple[HostDriver, FaultDriver]] = []
 
-        def open_device(capacity, nth=nth, devices=devices):
+        def make_driver(capacity, nth=nth, devices=devices):
             host = HostDriver(capacity)
             devices.append((host, FaultDriver(host, nth, forever=forever)))
             return devices[0][1]
 
-        error = failure(options, open_device)
+        error = failure(options, make_driver)
         assert error is None or error.remedy
         if isinstance(error, StartupError):
             assert error.stage

@@ -28,7 +28,7 @@ class Engine:
 
     def __init__(self, runtime: Runtime, text: Text, stages: Sequence[StageRecord]) -> None:
         self.plan: MemoryPlan = runtime.plan
-        self.ledger = runtime.ledger
+        self.ledger = runtime.site.ledger
         self.text = text
         self.stages = tuple(stages)
         self._runtime = runtime
@@ -102,7 +102,7 @@ class Engine:
                                  remedy="ask for at least 1")  # fmt: skip
         if request.num_prompt_tokens == 0:
             raise RequestRefused(request.id, f"Request {request.id!r} has an empty prompt", remedy="send some text")
-        vocabulary = self._runtime.config.vocab_size
+        vocabulary = self._runtime.vocab_size
         if not all(0 <= token < vocabulary for token in request.token_ids):
             raise RequestRefused(
                 request.id, f"Request {request.id!r} holds token ids outside the vocabulary",
@@ -155,6 +155,7 @@ class Engine:
     def _step(self) -> None:
         txn = Txn()
         plan: StepPlan | None = None
+        self._retire()  # whatever an interrupt left behind
         self.ledger.step(self._num_steps)
         try:
             plan = self._scheduler.schedule(txn)
@@ -181,30 +182,37 @@ class Engine:
         self._take(plan, outcome)
 
     def _take(self, plan: StepPlan, outcome: dict[str, Sampled]) -> None:
-        """The step is committed: move every request on, hand tokens out, let the finished go."""
-        moved = [(item, self._scheduler.running(item.request_id)) for item in plan.items]
-        for item, request in moved:
-            request.num_computed_tokens = item.end
-        for item, request in moved:
-            if sampled := outcome.get(item.request_id):
-                self._append(request, sampled)
-            if request.finish is not None and request.finish is not Finish.CANCELLED:
-                self._scheduler.remove(request.id)
-                self._done.append(request)
+        """The step is committed: move every request on, then hand tokens out, then let the finished go.
 
-    def _append(self, request: Request, sampled: Sampled) -> None:
-        if request.finish is not None:
-            return  # cancelled by a callback of this very step
+        Callers' code runs only once all requests are consistent, so nothing it does can leave one half moved.
+        """
+        told = []
+        for item in plan.items:
+            request = self._scheduler.running(item.request_id)
+            request.num_computed_tokens = item.end
+            sampled = outcome.get(item.request_id)
+            if sampled is not None and self._append(request, sampled):
+                told.append((request, sampled.token))
+        for request, token in told:
+            self._tell(request, token)
+        self._retire()
+
+    def _append(self, request: Request, sampled: Sampled) -> bool:
         if not sampled.finite:
             request.finish, request.error = Finish.ERROR, "the model's logits are not finite numbers"
-            return
+            return False
         request.append(sampled.token, sampled.logprob)
         self._generated_tokens += 1
-        if request.on_token is not None:
-            self._tell(request, sampled.token)
+        return True
+
+    def _retire(self) -> None:
+        for request in self._scheduler.finished():
+            self._scheduler.remove(request.id)
+            self._done.append(request)
 
     def _tell(self, request: Request, token: int) -> None:
-        assert request.on_token is not None
+        if request.on_token is None or request.finish is Finish.CANCELLED:
+            return  # cancelled by another's callback in this very step
         detokenizer = self._detokenizers.setdefault(request.id, Detokenizer(self.text))
         text = detokenizer.push(token)
         if request.finish is not None:
@@ -217,7 +225,8 @@ class Engine:
     def _fail_step(self, plan: StepPlan | None, error: Exception) -> None:
         """The step's requests end with the error; without a plan, the head of the queue does, or nothing would move."""
         told = str(error) if isinstance(error, TonnageError) else f"{type(error).__name__}: {error}"
-        failing = [item.request_id for item in plan.items] if plan else [next(iter(self._scheduler)).id]
+        head = self._scheduler.head()
+        failing = [item.request_id for item in plan.items] if plan else [head.id] if head else []
         for request_id in failing:
             request = self._scheduler.remove(request_id)
             if request is not None:

@@ -16,21 +16,27 @@ import torch
 from tonnage.config import Limits
 from tonnage.device.process import ProcessMemory, process_memory, reset_peak, trim_heap
 from tonnage.engine.executor import Executor
+from tonnage.engine.site import ROUNDING_BYTES
 from tonnage.engine.tracker import StorageTracker
 from tonnage.resources.base import RequestView
+from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.step import StepItem, StepPlan, Txn
 from tonnage.terms import Quantity, Source, StagePeak
-from tonnage.units import MiB, round_up
+from tonnage.units import round_up
 
 STAGES = ("prefill", "decode")
-#: Repeated probes differ by some pages; rounding up makes equal starts give equal plans.
-ROUNDING_BYTES = MiB
 
 
-def trial_blocks(kv: KVManager, limits: Limits) -> int:
-    """Blocks that the most demanding probe stage needs at once."""
+def trial_blocks(limits: Limits, *, block_tokens: int) -> int:
+    """Blocks that the most demanding probe stage needs at once, as the manager itself counts them."""
+    kv = KVManager(
+        BlockPool(1),
+        block_tokens=block_tokens,
+        max_seq_len=limits.max_seq_len,
+        max_batch_size=limits.max_batch_size,
+    )
     return max(sum(kv.lifetime_need(request) for request in kv.probe(stage, limits)) for stage in STAGES)
 
 

@@ -41,6 +41,7 @@ class Request:
     finish: Finish | None = None
     error: str | None = None
     waited: bool = False  # at least one step went by without memory for it
+    deferrals_before: int = 0  # how often the queue had stood still when it was submitted
     arrived_ns: int = field(default_factory=time.monotonic_ns)
 
     @property

@@ -8,7 +8,6 @@ tokens is computed in chunks that end on block boundaries.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 from tonnage.engine.request import Request
 from tonnage.resources.base import Deferral
@@ -27,7 +26,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: dict[str, Request] = {}
         self._next_step = 0
-        self.last_deferral: Deferral | None = None
+        self._num_deferrals = 0
 
     @property
     def num_waiting(self) -> int:
@@ -37,15 +36,20 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def __iter__(self) -> Iterator[Request]:
-        yield from self._running.values()
-        yield from self._waiting
-
     def running(self, request_id: str) -> Request:
         return self._running[request_id]
 
     def add(self, request: Request) -> None:
+        request.deferrals_before = self._num_deferrals
         self._waiting.append(request)
+
+    def head(self) -> Request | None:
+        """Who is next to be admitted, or else the oldest running request."""
+        return self._waiting[0] if self._waiting else next(iter(self._running.values()), None)
+
+    def finished(self) -> list[Request]:
+        """Running requests that have ended and still hold what they were given."""
+        return [request for request in self._running.values() if request.finish is not None]
 
     def remove(self, request_id: str) -> Request | None:
         """Take a request out wherever it stands and give back what it holds; None if it is not here."""
@@ -56,6 +60,7 @@ class Scheduler:
         for waiting in self._waiting:
             if waiting.id == request_id:
                 self._waiting.remove(waiting)
+                self._note_wait(waiting)
                 return waiting
         return None
 
@@ -81,20 +86,20 @@ class Scheduler:
 
     def _admit(self, items: list[StepItem], txn: Txn) -> None:
         budget = self._max_num_tokens - sum(item.count for item in items)
-        self.last_deferral = None
         while self._waiting and (item := self._item(self._waiting[0], budget)):
             answer = self._dispatcher.admit(self._waiting[0], txn)
             if isinstance(answer, Deferral):
-                self.last_deferral = answer
-                # The whole queue waits with its head.
-                for request in self._waiting:
-                    request.waited = True
+                self._num_deferrals += 1  # the whole queue waits with its head
                 return
             request = self._waiting.popleft()
+            self._note_wait(request)
             self._running[request.id] = request
             txn.undo(lambda request=request: self._unadmit(request))  # type: ignore[misc]
             items.append(item)
             budget -= item.count
+
+    def _note_wait(self, request: Request) -> None:
+        request.waited = request.waited or self._num_deferrals > request.deferrals_before
 
     def _unadmit(self, request: Request) -> None:
         if self._running.pop(request.id, None) is not None:

@@ -1,0 +1,148 @@
+"""What is going to run: the model's files and shape, and what was asked of it, checked before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tonnage.config import DEFAULT_BLOCK_TOKENS, DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Limits, Origin, Setting
+from tonnage.costs.config import ModelConfig
+from tonnage.costs.dtypes import parse_dtype
+from tonnage.costs.kv import kv_layout
+from tonnage.costs.models import EMBEDDED
+from tonnage.costs.weights import WeightsLayout, weights_layout
+from tonnage.declarations import declare
+from tonnage.engine.family import Family, family_of
+from tonnage.engine.models import model_folder
+from tonnage.engine.options import EngineOptions
+from tonnage.errors import InvalidSetting
+from tonnage.hardware import Card
+from tonnage.layout import KVLayout
+from tonnage.planner import check_knobs, plan_measured, plan_without_device, resolve_limits
+from tonnage.terms import Measured, MemoryPlan, Rank, Scratch
+
+#: On the host a probe of 8,192 tokens would take tens of seconds.
+HOST_BATCH_SIZE, HOST_NUM_TOKENS = 32, 512
+#: Dtypes in which the CPU kernels of torch run a whole decoder.
+COMPUTE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """``limit_knobs`` with the device's own defaults for what was left open; ``dtype`` of weights, cache and compute."""
+
+    options: EngineOptions
+    folder: Path
+    config: ModelConfig
+    family: Family
+    dtype: str
+    weights: WeightsLayout
+    kv: KVLayout
+    limit_knobs: LimitKnobs
+    rank: Rank
+
+    @classmethod
+    def read(cls, options: EngineOptions) -> Target:
+        """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
+        check_knobs(options.knobs)
+        folder, rank = model_folder(options.model), Rank()
+        config = ModelConfig.read(folder, name=_shown_name(options.model))
+        family = family_of(config)
+        dtype = parse_dtype(options.dtype or config.dtype, knob="dtype", allowed=COMPUTE_DTYPES)
+        kv = kv_layout(
+            config,
+            kv_dtype=options.knobs.kv_dtype.or_else(dtype),
+            block_tokens=options.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS),
+            rank=rank,
+        )
+        _require_same_dtype(kv, dtype, backend=options.attention)
+        limit_knobs = _with_host_defaults(options.limit_knobs)
+        resolve_limits(config, limit_knobs)
+        weights = weights_layout(config, dtype=dtype, rank=rank)
+        return cls(
+            options=options,
+            folder=folder,
+            config=config,
+            family=family,
+            dtype=dtype,
+            weights=weights,
+            kv=kv,
+            limit_knobs=limit_knobs,
+            rank=rank,
+        )
+
+    @property
+    def block_tokens(self) -> int:
+        return self.kv.groups[0].block_tokens
+
+    def probe_limits(self) -> Limits:
+        """The limits in force, but sequences no longer than a full step: the probes need no more scratch than that."""
+        limits, _ = resolve_limits(self.config, self.limit_knobs)
+        return replace(limits, max_seq_len=min(limits.max_seq_len, limits.max_num_tokens + 1))
+
+    def scratch(self) -> tuple[Scratch, ...]:
+        """What the attention backend declares for this model."""
+        part = self.kv.groups[0].parts[0]
+        return declare(
+            self.options.attention,
+            kv_heads=part.shape[-2],
+            head_dim=part.shape[-1],
+            kv_dtype=part.dtype,
+            block_tokens=self.block_tokens,
+        )
+
+    def refuse_hopeless(self, card: Card) -> None:
+        """Before a byte is read: weights that cannot fit whatever the probes would show. The planner tells the sum."""
+        knobs, total = self.options.knobs, card.total_bytes
+        room = min(total - knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES), knobs.total_bytes.or_else(total))
+        if self.weights.total_bytes > room:
+            plan_without_device(
+                self.config,
+                card=card,
+                knobs=knobs,
+                limit_knobs=self.limit_knobs,
+                dtype=self.dtype,
+                rank=self.rank,
+                backend=self.options.attention,
+            )
+
+    def plan(self, card: Card, measured: Measured) -> MemoryPlan:
+        """The arithmetic; refuses with checked remedies if what was measured leaves no room for one sequence."""
+        return plan_measured(
+            self.config,
+            card=card,
+            measured=measured,
+            knobs=self.options.knobs,
+            limit_knobs=self.limit_knobs,
+            dtype=self.dtype,
+            rank=self.rank,
+            backend=self.options.attention,
+        )
+
+
+def _shown_name(model: str) -> str:
+    """The name the planner gives the same model; empty for a folder, which then gives its own."""
+    if Path(model).expanduser().exists():
+        return ""
+    return EMBEDDED[model.lower()][1] if model.lower() in EMBEDDED else model
+
+
+def _with_host_defaults(asked: LimitKnobs) -> LimitKnobs:
+    batch, tokens = asked.max_batch_size, asked.max_num_tokens
+    if not batch.is_set:
+        rows = min(HOST_BATCH_SIZE, tokens.or_else(HOST_BATCH_SIZE))
+        batch = Setting(rows, None, Origin.DEFAULT, "host device")
+    if not tokens.is_set:
+        tokens = Setting(max(HOST_NUM_TOKENS, batch.or_else(1)), None, Origin.DEFAULT, "host device")
+    return replace(asked, max_batch_size=batch, max_num_tokens=tokens)
+
+
+def _require_same_dtype(kv: KVLayout, dtype: str, *, backend: str) -> None:
+    kv_dtype = kv.groups[0].parts[0].dtype
+    if kv_dtype != dtype:
+        raise InvalidSetting(
+            "kv_dtype",
+            kv_dtype,
+            f"attention backend {backend!r} needs keys in the dtype it computes in, {dtype}",
+            remedy=f"leave kv_dtype out, or run the whole model with dtype {kv_dtype}",
+        )
