@@ -29,7 +29,7 @@ COMPUTE_DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """``limit_knobs`` with the device's own defaults for what was left open; ``dtype`` of weights, cache and compute."""
+    """``limit_knobs`` with the defaults of the device filled in; ``dtype`` of weights, cache and compute."""
 
     options: EngineOptions
     folder: Path
