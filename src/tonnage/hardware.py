@@ -53,14 +53,12 @@ class Card:
         return replace(self, total=Quantity.exact(total_bytes, Source.ASKED, "given by the user"))
 
 
+def _bytes(best: int, low: int, high: int, *, ref: str) -> Quantity:
+    return Quantity(bytes=best, low=low, high=high, source=Source.CATALOGUE, ref=ref)
+
+
 def _mib(best: int, low: int | None = None, high: int | None = None, *, ref: str) -> Quantity:
-    return Quantity(
-        bytes=best * MiB,
-        low=(best if low is None else low) * MiB,
-        high=(best if high is None else high) * MiB,
-        source=Source.CATALOGUE,
-        ref=ref,
-    )
+    return _bytes(best * MiB, (best if low is None else low) * MiB, (best if high is None else high) * MiB, ref=ref)
 
 
 def _gib(best: str, low: str | None = None, high: str | None = None) -> Quantity:
@@ -75,7 +73,7 @@ def _gib(best: str, low: str | None = None, high: str | None = None) -> Quantity
 CARDS: tuple[Card, ...] = (
     Card(
         name="H200", kind="cuda", sm=90, num_sms=132, bandwidth=4_800 * 10**9, aliases=("H200 SXM", "H200-141GB"),
-        total=_mib(143_156, 143_156, 143_167, ref="cuMemGetInfo, driver 580"),
+        total=_bytes(150_109_880_320, 150_109_880_320, 143_167 * MiB, ref="cuMemGetInfo, driver 580"),
         context=_mib(524, 480, 600, ref="first context, driver 580, CUDA 13.0"),
         libraries=_mib(164, 164, 330, ref="first bf16 matmul through torch; 98 MiB of it torch's own workspace"),
     ),
