@@ -13,7 +13,7 @@ from tonnage.units import GiB, MiB
 @pytest.mark.parametrize("name", ["H200", "h200", "NVIDIA H200", "nvidia-h200", "H200 SXM"])
 def test_spelling_does_not_matter(name):
     card = find_card(name)
-    assert card.total_bytes == 143_156 * MiB
+    assert card.total_bytes == 150_109_880_320  # read on the card: 64 KiB below 143,156 MiB
     assert (card.sm, card.num_sms, card.page_bytes) == (90, 132, 2 * MiB)
     assert card.context is not None
     assert card.context.bytes == 524 * MiB
@@ -39,7 +39,6 @@ def test_an_unknown_card_names_close_ones_and_all():
 def test_rows_are_consistent(card):
     assert card.total.low <= card.total.bytes <= card.total.high
     assert card.total.source == Source.CATALOGUE
-    assert card.total_bytes % MiB == 0
     assert card.total.high - card.total.low < card.total_bytes // 20
     assert find_card(card.name) is card
     assert all(find_card(alias) is card for alias in card.aliases)

@@ -64,7 +64,7 @@ def ledger_table(result: RunResult) -> Table:
     """Every line planned against actual, ``unattributed`` among them, and the sum."""
     order = [line.kind for line in result.plan.lines]
     audit = sorted(result.audit, key=lambda row: order.index(row.line) if row.line in order else len(order))
-    rows = [_audit_cells(row, result.snapshot) for row in audit]
+    rows = [_audit_cells(row, result.snapshot) for row in audit if _is_told(row, result.snapshot)]
     snapshot, planned = result.snapshot, planned_own_bytes(result)
     most = result.peak_own_bytes if result.peak_own_bytes is not None else snapshot.own
     total = ("this engine", format_bytes(planned), maybe_bytes(snapshot.own), maybe_bytes(result.peak_own_bytes))
@@ -73,6 +73,11 @@ def ledger_table(result: RunResult) -> Table:
     table = grid(columns, rows, title="Ledger, planned against actual")
     table.rows[-1].style = "bold"
     return table
+
+
+def _is_told(row: AuditRow, snapshot: Snapshot) -> bool:
+    """A line that nobody planned, took or counts says nothing."""
+    return bool(row.planned_bytes or row.actual_bytes or row.high_water_bytes or _ways(row.line, snapshot))
 
 
 def _audit_cells(row: AuditRow, snapshot: Snapshot) -> tuple[str, ...]:
