@@ -88,11 +88,6 @@ def format_bytes(value: int) -> str:
     return f"{sign}{size} B"
 
 
-def format_fraction(value: Fraction) -> str:
-    """``Fraction(9, 10)`` as ``9/10``; whole numbers without a denominator. ``Fraction`` reads it back exactly."""
-    return str(value)
-
-
 def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 

@@ -14,7 +14,6 @@ from tonnage.units import (
     MiB,
     ceil_div,
     format_bytes,
-    format_fraction,
     parse_bytes,
     parse_count,
     parse_fraction,
@@ -87,7 +86,7 @@ def test_no_shares(text):
 
 @given(st.fractions(min_value=Fraction(1, 10**6), max_value=1))
 def test_a_share_survives_its_text(share):
-    assert parse_fraction(format_fraction(share), knob="kv_fraction") == share
+    assert parse_fraction(str(share), knob="kv_fraction") == share
 
 
 def test_sizes_are_printed_for_people():

@@ -1,0 +1,53 @@
+"""The host device's cap is hard: in a process of its own, since the limit is the whole process's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+import torch
+from tonnage.config import LimitKnobs, Setting
+from tonnage.device.process import process_memory
+from tonnage.engine import EngineOptions, start
+from tonnage.units import MiB
+
+limits = LimitKnobs(max_seq_len=Setting(64), max_batch_size=Setting(4), max_num_tokens=Setting(32))
+engine = start(EngineOptions(model=sys.argv[1], memory_bytes=320 * MiB, limit_knobs=limits))
+
+def serve():
+    engine.submit(engine.request("r", token_ids=[5, 9, 11], max_tokens=4, ignore_stop=True))
+    return [completion.finish_reason.value for _ in range(20) if engine.has_work for completion in engine.step()]
+
+print("before", *serve())
+try:
+    torch.ones(400 * MiB, dtype=torch.uint8)
+    print("an allocation past the cap went through")
+except RuntimeError as error:
+    print("refused", "allocate memory" in str(error))
+launch = engine._runtime.executor.launch
+
+def greedy_step(*arguments):
+    torch.ones(400 * MiB, dtype=torch.uint8)
+    return launch(*arguments)
+
+engine._runtime.executor.launch = greedy_step
+print("during", *serve())
+engine._runtime.executor.launch = launch
+print("after", *serve())
+engine.close()
+print("lifted", torch.ones(400 * MiB, dtype=torch.uint8).numel() == 400 * MiB)
+"""
+
+
+def test_an_allocation_past_the_cap_fails_its_step_and_nothing_else(tiny_llama):
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tiny_llama)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "before length",
+        "refused True",
+        "during error",
+        "after length",
+        "lifted True",
+    ]
