@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tonnage.attention import BACKENDS, make_backend
 from tonnage.attention.base import Row
@@ -153,9 +155,9 @@ def test_bfloat16_agrees_within_its_precision(backend, scratch_memory):
 def test_tiles_of_any_size_give_the_same_answer(backend, tile, scratch_memory, monkeypatch):
     if backend == "sdpa":
         monkeypatch.setattr("tonnage.attention.sdpa.TILE_TOKENS", tile)
-        monkeypatch.setattr("tonnage.attention.sdpa.MASK_TILE_BYTES", tile)
+        monkeypatch.setattr("tonnage.attention.sdpa.MASK_TILE_ELEMENTS", tile)
         monkeypatch.setattr("tonnage.declarations.sdpa.TILE_TOKENS", tile)
-        monkeypatch.setattr("tonnage.declarations.sdpa.MASK_TILE_BYTES", tile)
+        monkeypatch.setattr("tonnage.declarations.sdpa.MASK_TILE_ELEMENTS", tile)
     world = World(backend, scratch_memory, heads=9, kv_heads=3)
     for name in "abcd":
         world.add(name)
@@ -189,3 +191,45 @@ def test_declarations_never_shrink_when_a_shape_grows(backend):
     for field in base:
         grown = StepShape(**{**base, field: base[field] + 33})
         assert declared.bytes_at(grown, CHIP) >= before, field
+
+
+class CountingScratch:
+    """Counts what a backend takes, aligned as the arena aligns it, and gives ordinary tensors."""
+
+    def __init__(self, alignment: int) -> None:
+        self.alignment, self.used = alignment, 0
+
+    def tensor(self, shape, dtype):
+        self.used = -(-self.used // self.alignment) * self.alignment + math.prod(shape) * dtype.itemsize
+        return torch.empty(shape, dtype=dtype)
+
+
+@st.composite
+def steps(draw):
+    """Rows as (start, count): decodes, chunks after a prefix and fresh prefills, with lengths around block borders."""
+    row = st.tuples(st.integers(0, 120), st.sampled_from([1, 1, 1, 2, 3, 15, 16, 17, 40]))
+    return draw(st.lists(row, min_size=1, max_size=12))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=300)
+@given(
+    rows=steps(), tile=st.sampled_from([16, 64, 8192]), kv_heads=st.sampled_from([1, 3]), dim=st.sampled_from([4, 8])
+)
+def test_no_admissible_step_takes_more_than_was_declared_for_its_shape(backend, rows, tile, kv_heads, dim):
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "sdpa":
+            for module in ("attention", "declarations"):
+                patch.setattr(f"tonnage.{module}.sdpa.TILE_TOKENS", tile)
+                patch.setattr(f"tonnage.{module}.sdpa.MASK_TILE_ELEMENTS", tile)
+        items = tuple(
+            StepItem(request_id=str(i), start=start, count=count, samples=True) for i, (start, count) in enumerate(rows)
+        )
+        batch, offset = [], 0
+        for item in items:
+            batch.append(Row(start=item.start, end=item.end, offset=offset, blocks=np.zeros(16, np.int32)))
+            offset += item.count
+        (declared,) = declare(backend, kv_heads=kv_heads, head_dim=dim, kv_dtype="float32", block_tokens=BLOCK)
+        scratch = CountingScratch(declared.alignment)
+        make_backend(backend, torch.zeros(1, 1, 2, BLOCK, kv_heads, dim)).prepare(batch, scratch)
+        assert scratch.used <= declared.bytes_at(StepPlan.of(0, items).shape, CHIP)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import pytest
 import torch
 
@@ -314,3 +317,52 @@ def test_after_close_nothing_is_held_and_steps_are_refused(tiny_llama):
     engine.close()
     engine.close()
     assert process_memory().shmem_bytes == before
+
+
+def test_waiting_for_a_slot_is_not_waiting_for_memory(tiny_llama):
+    with start(options(tiny_llama, max_batch_size=1)) as engine:
+        for i in range(3):
+            ask(engine, f"r{i}", length=5, max_tokens=4)
+        assert [completion.waited for completion in drain(engine)] == [False, False, False]
+
+
+def test_an_interrupt_at_any_line_of_a_step_loses_nothing(narrow):
+    """Ctrl-C at one line after another of our own code, in the middle of admitting, preparing, moving on, finishing."""
+
+    def scenario(interrupt_at):
+        seen, interrupted, done = 0, False, []
+
+        def trace(frame, event, argument):
+            nonlocal seen, interrupted
+            if "tonnage" not in frame.f_code.co_filename:
+                return None
+            if event == "line":
+                seen += 1
+                if seen == interrupt_at:
+                    interrupted = True
+                    signal.raise_signal(signal.SIGINT)
+            return trace
+
+        for i in range(3):
+            ask(narrow, f"r{i}", length=40, max_tokens=3)
+        while narrow.has_work:
+            sys.settrace(trace if not interrupted else None)
+            try:
+                done += narrow.step()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+        return seen, interrupted, texts(done)
+
+    total, _, truth = scenario(0)
+    assert len(truth) == 3
+    reached = 0
+    for line in range(1, total, 7):
+        _, interrupted, done = scenario(line)
+        # Handing the completions over is the one moment after which they are the caller's.
+        assert done == truth, f"line {line}"
+        assert_idle(narrow)
+        reached += interrupted
+    print(f"\ninterrupted at {reached} of {total} lines")
+    assert reached > 50

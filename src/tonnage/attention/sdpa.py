@@ -4,7 +4,8 @@ SDPA has no page table: pages are copied into a contiguous tile first. All decod
 tile and one call; a prefill that starts at position 0 needs no tile, since its keys are the ones just computed; a
 chunk after a prefix gathers its own row. ``enable_gqa`` attends with grouped heads, nothing is repeated.
 
-Every buffer here that grows with the batch comes from the step's scratch, whose bound is ``declarations/sdpa.py``.
+Tiles and masks come from the step's scratch, whose bound is ``declarations/sdpa.py``. What else a layer makes (the
+output, the page indices) is proportional to the step's own tokens and pages, and part of the measured transient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tonnage.attention.base import Row
-from tonnage.declarations.sdpa import MASK_TILE_BYTES, TILE_TOKENS
+from tonnage.declarations.sdpa import MASK_TILE_ELEMENTS, TILE_TOKENS
 from tonnage.units import ceil_div, round_up
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class _Tile:
     rows: int
     num_blocks: int
     index: torch.Tensor  # int64 [rows * num_blocks], position of the page among the pool's pages of layer 0
-    mask: torch.Tensor | None  # bool [rows, 1, 1, num_blocks * B]; None for a prefill chunk
+    mask: torch.Tensor | None  # additive [rows, 1, 1, num_blocks * B]; None for a prefill chunk
     queries: torch.Tensor | slice  # where the rows stand in the flattened batch
     start: int = 0  # prefill chunk only: tokens already cached
     count: int = 1
@@ -47,7 +48,7 @@ class SdpaStep:
     decode: list[_Tile]
     chunks: list[_Tile]
     gathered: torch.Tensor  # [2, tile tokens * Hkv * D], K and V of the tile at hand
-    mask_tile: torch.Tensor  # bool, flat
+    mask_tile: torch.Tensor  # additive, flat
 
 
 class SdpaBackend:
@@ -84,7 +85,7 @@ class SdpaBackend:
             decode=groups,
             chunks=chunks,
             gathered=scratch.tensor((2, tile_tokens * width), self._pool.dtype),
-            mask_tile=scratch.tensor((self._mask_tile_bytes(chunks),), torch.bool),
+            mask_tile=scratch.tensor((self._mask_tile_elements(chunks),), self._pool.dtype),
         )
         self._make_decode_masks(groups, members, scratch)
         self._clear_tails(rows)
@@ -142,18 +143,14 @@ class SdpaBackend:
         """One piece of scratch for the masks of all decode tiles: they serve every layer of the step."""
         widths = [tile.num_blocks * self.block_tokens for tile in tiles]
         sizes = [tile.rows * width for tile, width in zip(tiles, widths, strict=True)]
-        pieces = scratch.tensor((sum(sizes),), torch.bool).split(sizes)
+        pieces = scratch.tensor((sum(sizes),), self._pool.dtype).split(sizes)
         for tile, width, rows, piece in zip(tiles, widths, members, pieces, strict=True):
             lengths = torch.tensor([row.end for row in rows]).view(-1, 1, 1, 1)
-            tile.mask = torch.lt(torch.arange(width), lengths, out=piece.view(tile.rows, 1, 1, width))
+            tile.mask = _hide(piece.view(tile.rows, 1, 1, width), torch.arange(width) >= lengths)
 
-    @staticmethod
-    def _mask_tile_bytes_of(tile: _Tile, block_tokens: int) -> int:
-        padded = tile.num_blocks * block_tokens
-        return min(tile.count * padded, max(padded, MASK_TILE_BYTES))
-
-    def _mask_tile_bytes(self, chunks: Sequence[_Tile]) -> int:
-        return max((self._mask_tile_bytes_of(tile, self.block_tokens) for tile in chunks), default=0)
+    def _mask_tile_elements(self, chunks: Sequence[_Tile]) -> int:
+        widths = [(tile.count, tile.num_blocks * self.block_tokens) for tile in chunks]
+        return max((min(count * width, max(width, MASK_TILE_ELEMENTS)) for count, width in widths), default=0)
 
     def _clear_tails(self, rows: Iterable[Row]) -> None:
         """Zero the rest of a row's last block when the row enters it.
@@ -218,9 +215,14 @@ class SdpaBackend:
         for first in range(0, tile.count, at_once):
             last = min(first + at_once, tile.count)
             mask = step.mask_tile[: (last - first) * padded].view(last - first, padded)
-            torch.le(positions, torch.arange(tile.start + first, tile.start + last).unsqueeze(1), out=mask)
+            _hide(mask, positions > torch.arange(tile.start + first, tile.start + last).unsqueeze(1))
             begin, end = tile.queries.start + first, tile.queries.start + last
             part = scaled_dot_product_attention(
                 query[:, :, begin:end], keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
             )
             out[begin:end] = part[0].transpose(0, 1)
+
+
+def _hide(mask: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Make ``mask`` an additive one: minus infinity where ``hidden``, 0 elsewhere."""
+    return mask.zero_().masked_fill_(hidden, -torch.inf)

@@ -1,8 +1,10 @@
-"""What the torch SDPA backend takes as scratch: gathered pages of one tile, and the mask that goes with them.
+"""What the torch SDPA backend takes as scratch: gathered pages of one tile, and the masks that go with them.
 
 SDPA has no page table, so each layer copies the pages it attends to into a contiguous tile first. The backend cuts
 its rows into tiles, so its scratch is bounded by the longest single row or ``TILE_TOKENS``, whichever is more,
-and does not grow with the number of sequences.
+and does not grow with the number of sequences, but for the decode masks, which are small beside it.
+
+Masks are additive, in the dtype of the queries: from a boolean one SDPA would make that by itself, out of sight.
 """
 
 from __future__ import annotations
@@ -14,20 +16,20 @@ from tonnage.units import round_up
 
 #: Tokens gathered at once when rows are short: large enough that 16 decode rows of 512 tokens share one SDPA call.
 TILE_TOKENS = 8192
-#: Bytes (= bool elements) of one attention mask when rows are short.
-MASK_TILE_BYTES = 2**20
+#: Elements of one prefill mask when rows are short.
+MASK_TILE_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
 class SdpaScratch(Scratch):
-    """Bytes = gathered K and V of a tile + its mask; ``kv_heads`` and ``head_dim`` are this rank's."""
+    """Bytes = gathered K and V of a tile + its masks; ``kv_heads`` and ``head_dim`` are this rank's."""
 
     backend: str = "sdpa"
-    name: str = "gathered pages and mask"
+    name: str = "gathered pages and masks"
     share: str = "attention"
     keeps_state: bool = False
     alignment: int = 64
-    source: str = "own backend: attention/sdpa.py takes exactly these two buffers"
+    source: str = "own backend: attention/sdpa.py takes these three pieces, each aligned"
     kv_heads: int
     head_dim: int
     element_bytes: int
@@ -44,12 +46,19 @@ class SdpaScratch(Scratch):
         rows = shape.prefill_rows + shape.decode_rows
         return min(rows * row, max(row, round_up(TILE_TOKENS, self.block_tokens)))
 
-    def mask_bytes(self, shape: StepShape) -> int:
-        """Bytes of all decode masks (they live for the whole step) and of the largest prefill mask (cut by queries)."""
+    def decode_mask_elements(self, shape: StepShape) -> int:
+        """Elements of all decode masks together: they serve every layer, so they live for the whole step."""
+        return shape.decode_rows * round_up(shape.max_row_tokens, self.block_tokens)
+
+    def prefill_mask_elements(self, shape: StepShape) -> int:
+        """Elements of the largest prefill mask, cut along the queries to one row or MASK_TILE_ELEMENTS."""
         row = round_up(shape.max_row_tokens, self.block_tokens)
-        prefill = min(shape.prefill_tokens * row, max(row, MASK_TILE_BYTES))
-        return shape.decode_rows * row + prefill
+        return min(shape.prefill_tokens * row, max(row, MASK_TILE_ELEMENTS))
 
     def bytes_at(self, shape: StepShape, chip: Chip) -> int:  # noqa: ARG002 - the same on every chip
-        gathered = round_up(self.tile_tokens(shape) * self.bytes_per_token, self.alignment)
-        return gathered + round_up(self.mask_bytes(shape), self.alignment)
+        pieces = (
+            self.tile_tokens(shape) * self.bytes_per_token,
+            self.prefill_mask_elements(shape) * self.element_bytes,
+            self.decode_mask_elements(shape) * self.element_bytes,
+        )
+        return sum(round_up(piece, self.alignment) for piece in pieces)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.request import Completion, Finish, OnToken, Progress, Request
 from tonnage.engine.runtime import Runtime
 from tonnage.engine.sampler import Sampled
@@ -36,10 +37,12 @@ class Engine:
             runtime.dispatcher,
             max_num_tokens=self.plan.limits.max_num_tokens,
             block_tokens=runtime.kv.block_tokens,
+            memory_managers=frozenset({runtime.kv.name}),
         )
         self._ids: set[str] = set()
         self._detokenizers: dict[str, Detokenizer] = {}
         self._done: list[Request] = []
+        self._completions: list[Completion] = []
         self._counts = dict.fromkeys(Finish, 0)
         self._num_waited = self._prompt_tokens = self._generated_tokens = 0
         self._num_steps = 0
@@ -84,16 +87,18 @@ class Engine:
         """Queue it, in order of arrival. Raises ``InputError`` if a live request has the same id."""
         if request.id in self._ids:
             raise InputError(f"There is a request {request.id!r} already", remedy="give every request its own id")
-        self._ids.add(request.id)
-        self._prompt_tokens += request.num_prompt_tokens
-        self._scheduler.add(request)
+        with deferred_interrupts():
+            self._ids.add(request.id)
+            self._prompt_tokens += request.num_prompt_tokens
+            self._scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; what it generated so far comes with the next ``step``. Unknown ids are fine."""
-        request = self._scheduler.remove(request_id)
-        if request is not None:
-            request.finish = Finish.CANCELLED
-            self._done.append(request)
+        with deferred_interrupts():
+            request = self._scheduler.remove(request_id)
+            if request is not None:
+                request.finish = Finish.CANCELLED
+                self._done.append(request)
 
     def _refuse_impossible(self, request: Request) -> None:
         limit = self.plan.limits.max_seq_len
@@ -137,25 +142,29 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._done or self._scheduler.num_running or self._scheduler.num_waiting)
+        return bool(self._done or self._completions or self._scheduler.num_running or self._scheduler.num_waiting)
 
     def step(self) -> list[Completion]:
         """One forward over whatever is due; returns the requests that ended since the last call.
 
         A failure inside the forward fails the requests of that step, rolls every manager back, and the engine goes on.
+        ``KeyboardInterrupt`` comes after the step; what it finished is then returned by the next call.
         """
         began = time.monotonic_ns()
-        try:
-            self._step()
-        finally:
-            self._serving_ns += time.monotonic_ns() - began
-        done, self._done = self._done, []
-        return [self._complete(request) for request in done]
+        with deferred_interrupts():
+            try:
+                self._step()
+            finally:
+                self._serving_ns += time.monotonic_ns() - began
+            while self._done:
+                self._completions.append(self._complete(self._done.pop(0)))
+        # An interrupt raised here leaves them for the next call.
+        completions, self._completions = self._completions, []
+        return completions
 
     def _step(self) -> None:
         txn = Txn()
         plan: StepPlan | None = None
-        self._retire()  # whatever an interrupt left behind
         self.ledger.step(self._num_steps)
         try:
             plan = self._scheduler.schedule(txn)
@@ -176,10 +185,10 @@ class Engine:
         txn.commit()
         self._runtime.dispatcher.update(plan, outcome)
         self._num_steps += 1
+        self._take(plan, outcome)
         if time.monotonic_ns() - self._settled_ns > SETTLE_EVERY_NS:
             self._runtime.settle("serving")
             self._settled_ns = time.monotonic_ns()
-        self._take(plan, outcome)
 
     def _take(self, plan: StepPlan, outcome: dict[str, Sampled]) -> None:
         """The step is committed: move every request on, then hand tokens out, then let the finished go.

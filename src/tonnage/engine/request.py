@@ -15,7 +15,7 @@ class Finish(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"  # the model's end token
-    LENGTH = "length"  # max_tokens, or the sequence is max_seq_len long
+    LENGTH = "length"  # max_tokens generated
     CANCELLED = "cancelled"
     ERROR = "error"
 

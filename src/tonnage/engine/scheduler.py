@@ -17,12 +17,18 @@ from tonnage.units import round_down
 
 
 class Scheduler:
-    """The queue and the running sequences. ``schedule`` belongs to a transaction: its rollback undoes admissions."""
+    """The queue and the running sequences. ``schedule`` belongs to a transaction: its rollback undoes admissions.
 
-    def __init__(self, dispatcher: Dispatcher, *, max_num_tokens: int, block_tokens: int) -> None:
+    A request that a manager named in ``memory_managers`` kept waiting is marked as having waited.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, *, max_num_tokens: int, block_tokens: int, memory_managers: frozenset[str]
+    ) -> None:
         self._dispatcher = dispatcher
         self._max_num_tokens = max_num_tokens
         self._block_tokens = block_tokens
+        self._memory_managers = memory_managers
         self._waiting: deque[Request] = deque()
         self._running: dict[str, Request] = {}
         self._next_step = 0
@@ -89,7 +95,8 @@ class Scheduler:
         while self._waiting and (item := self._item(self._waiting[0], budget)):
             answer = self._dispatcher.admit(self._waiting[0], txn)
             if isinstance(answer, Deferral):
-                self._num_deferrals += 1  # the whole queue waits with its head
+                # The whole queue waits with its head; for a slot it waits as well, but not for memory.
+                self._num_deferrals += answer.manager in self._memory_managers
                 return
             request = self._waiting.popleft()
             self._note_wait(request)

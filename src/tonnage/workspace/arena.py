@@ -112,8 +112,8 @@ class ScratchArena:
                 backend=backend, asked_bytes=declared, declared_bytes=self.size_bytes, shape=shape
             )
         scratch = StepScratch(self, backend=backend, declared_bytes=declared, shape=shape)
-        self._is_busy = True
         try:
+            self._is_busy = True
             yield scratch
         finally:
             self._is_busy = False
