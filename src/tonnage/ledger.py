@@ -1,9 +1,10 @@
 """Who holds what on one device, now and at its highest, and in which phase.
 
 One ``Ledger`` per device, made by whoever opens the device and passed in; there is no global one. It keeps accounts,
-not allocations. Each account says how its bytes are known: COUNTED by our own allocators, or SAMPLED from someone
-else's statistics. What the device says this process holds, minus all accounts, is the remainder: ``unattributed``.
-It is reported as it is, negative values too, and never folded into another line.
+not allocations. Each account says how its bytes are known: COUNTED by our own allocators, SAMPLED from someone
+else's statistics, or assigned by whoever opened the device from what was left unexplained at one moment (REMAINDER).
+What the device says this process holds, minus all accounts, is ``unattributed``: reported as it is, negative values
+too.
 
 Memory of another device (pinned host pages of a GPU engine, say) belongs in that device's ledger.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ class Account:
 
     def sampled(self, num_bytes: int) -> None:
         """The account of a SAMPLED owner now stands at ``num_bytes``."""
-        self._require(How.SAMPLED, "sampled")
+        self._require_not(How.COUNTED, "sampled")
         if num_bytes < 0:
             raise LedgerError(f"{self!r}: sampled {num_bytes:,} bytes")
         with self._ledger._lock:
@@ -137,6 +138,10 @@ class Account:
     def _require(self, how: How, call: str) -> None:
         if self.how is not how:
             raise LedgerError(f"{self!r} is {self.how}: {call} is for {how} accounts")
+
+    def _require_not(self, how: How, call: str) -> None:
+        if self.how is how:
+            raise LedgerError(f"{self!r} is {self.how}: {call} is not for {how} accounts")
 
     def _move(self, delta: int, requested_delta: int) -> None:
         self.physical_bytes += delta
@@ -174,10 +179,10 @@ class Ledger:
     def open(self, *, owner: str, line: LineKind, memory: MemoryKind, tag: str = "", how: How = How.COUNTED) -> Account:
         """The account of that owner, line, memory and tag: the same object when it is opened again.
 
-        Raises ``LedgerError`` when it is open with another ``how``, and for REMAINDER, which is computed, not kept.
+        How.REMAINDER says that its bytes were assigned from what no account explained at one moment (a driver's
+        context, say): they are set by ``sampled``, and every view shows that nobody counted them.
+        Raises ``LedgerError`` when it is open with another ``how``.
         """
-        if how is How.REMAINDER:
-            raise LedgerError(f"{owner!r}: the remainder is computed; it has no account")
         with self._lock:
             account = self._accounts.get((owner, line, memory, tag))
             if account is None:
@@ -217,12 +222,14 @@ class Ledger:
             if remainder is not None:
                 self._unattributed.reach(remainder)
 
-    def seal(self, *, strict: bool = False) -> None:
+    def seal(self, *, strict: bool = False, declared: Iterable[str] = ()) -> None:
         """Start-up is over: from now on the first bytes of an owner that had none are reported by name.
 
-        ``strict``: they raise ``LedgerError`` and are not booked. Owners that held something before go on as usual.
+        ``strict``: they raise ``LedgerError`` and are not booked. Owners that held something before go on as usual,
+        and so do those ``declared`` here: the plan has a line for them although they hold nothing yet.
         """
         with self._lock:
+            self._seen.update(declared)
             self._sealed, self._strict = True, strict
 
     @property

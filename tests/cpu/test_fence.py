@@ -36,6 +36,15 @@ engine._runtime.executor.launch = greedy_step
 print("during", *serve())
 engine._runtime.executor.launch = launch
 print("after", *serve())
+blocks = []
+try:
+    while len(blocks) < 4096:
+        blocks.append(b"x" * (256 * 1024 + len(blocks)))
+    print("small blocks went through")
+except MemoryError:
+    print("small blocks refused inside the cap", engine._runtime.site.driver.own_bytes() <= 320 * MiB)
+del blocks
+print("at last", *serve())
 engine.close()
 print("lifted", torch.ones(400 * MiB, dtype=torch.uint8).numel() == 400 * MiB)
 """
@@ -49,5 +58,31 @@ def test_an_allocation_past_the_cap_fails_its_step_and_nothing_else(tiny_llama):
         "refused True",
         "during error",
         "after length",
+        "small blocks refused inside the cap True",
+        "at last length",
         "lifted True",
     ]
+
+
+TWO = """
+import resource
+from tonnage.device.fence import lift_fence, raise_fence
+from tonnage.units import MiB
+
+limit = lambda: resource.getrlimit(resource.RLIMIT_DATA)[0]
+before = limit()
+wide = raise_fence(4096 * MiB, least_bytes=0)
+narrow = raise_fence(1024 * MiB, least_bytes=0)
+both = limit()
+lift_fence(wide)
+print("narrow stands", limit() == both)
+lift_fence(wide)
+lift_fence(narrow)
+print("as before", limit() == before)
+"""
+
+
+def test_fences_of_two_engines_may_be_lifted_in_any_order():
+    done = subprocess.run([sys.executable, "-c", TWO], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["narrow stands True", "as before True"]

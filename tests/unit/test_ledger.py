@@ -35,8 +35,23 @@ def test_opening_again_gives_the_same_account_and_another_how_is_refused() -> No
     assert open_account(ledger) is open_account(ledger)
     with pytest.raises(LedgerError, match="cannot also be sampled"):
         open_account(ledger, how=How.SAMPLED)
-    with pytest.raises(LedgerError, match="computed"):
-        open_account(ledger, how=How.REMAINDER)
+
+
+def test_a_remainder_is_set_not_counted_and_says_so() -> None:
+    ledger = Ledger(0, 100)
+    account = open_account(ledger, "context", how=How.REMAINDER)
+    account.sampled(30)
+    with pytest.raises(LedgerError, match="remainder"):
+        account.add(1, 1)
+    (entry,) = ledger.snapshot().entries
+    assert (entry.how, entry.physical_bytes) == (How.REMAINDER, 30)
+
+
+def test_a_declared_owner_may_start_after_the_seal() -> None:
+    ledger = Ledger(0, 100)
+    ledger.seal(strict=True, declared=["late"])
+    open_account(ledger, "late").add(1, 1)
+    assert ledger.snapshot().first_uses == ()
 
 
 @pytest.mark.parametrize(

