@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,9 +71,10 @@ class Text:
 
 @dataclass
 class FakeEngine:
-    """Finishes one request a step, repeating its prompt. A prompt tells what becomes of it:
+    """Finishes ``per_step`` requests a step, repeating their prompts. A prompt tells what becomes of it:
 
-    "long ..." is refused on arrival, "bad ..." fails, "wait ..." waited, "stop!" is interrupted by Ctrl-C.
+    "long ..." is refused on arrival, "bad ..." fails, "wait ..." waited. "stop!" sends this process the ``signals``
+    one after the other when its turn comes, and does not finish.
     """
 
     options: Any = None
@@ -80,6 +84,8 @@ class FakeEngine:
     queue: list[dict[str, Any]] = field(default_factory=list)
     ended: list[Completion] = field(default_factory=list)
     closed: bool = False
+    per_step: int = 1
+    signals: tuple[int, ...] = (signal.SIGINT,)
 
     def request(self, id: str, **given: Any) -> dict[str, Any]:
         told = given["prompt"] if given["prompt"] is not None else given["messages"][-1]["content"]
@@ -102,10 +108,12 @@ class FakeEngine:
 
     def step(self) -> list[Completion]:
         ended, self.ended = self.ended, []
-        if self.queue and not ended:
+        while self.queue and len(ended) < self.per_step:
             if self.queue[0]["told"] == "stop!":
-                raise KeyboardInterrupt
-            ended = [self._finish(self.queue.pop(0))]
+                for number in self.signals:
+                    signal.raise_signal(number)
+                break
+            ended.append(self._finish(self.queue.pop(0)))
         return ended
 
     def _finish(self, request: dict[str, Any]) -> Completion:
@@ -142,3 +150,19 @@ def engine_fixture(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     room.start, room.EngineOptions = start, types.SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tonnage.engine", room)
     return made
+
+
+@pytest.fixture(name="prompts")
+def prompts_fixture(tmp_path: Path) -> Callable[..., Path]:
+    """``prompts(line, line)`` writes a file of them and returns its path."""
+
+    def write(*lines: str | bytes) -> Path:
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n")
+        return path
+
+    return write
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -82,6 +82,16 @@ def make_plan(*, kv_blocks: int = 30_000, weights: int = 14 * GiB + 980 * MiB, *
     return MemoryPlan(**(given | fields))  # type: ignore[arg-type]
 
 
+def with_fragmentation(plan: MemoryPlan, num_bytes: int = 200 * MiB) -> MemoryPlan:
+    """The plan with a second line of kind transient, taken from the last line."""
+    *others, last = plan.lines
+    second = line(
+        LineKind.TRANSIENT, num_bytes, name="fragmentation", source=Source.PREDICTED, lifetime=Lifetime.STEP,
+        reason="what the allocator takes beyond the bytes alive at the peak",
+    )  # fmt: skip
+    return replace(plan, lines=(*others, second, replace(last, bytes=last.bytes - num_bytes)))
+
+
 STEPS = (
     Step(name="device", op="=", before=0, operand=DEVICE_BYTES, after=DEVICE_BYTES, reason="--memory 80GiB"),
     Step(name="weights", op="-", before=DEVICE_BYTES, operand=15 * GiB, after=65 * GiB, reason="resident"),

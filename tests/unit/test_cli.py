@@ -16,6 +16,7 @@ from cli_fakes import Ended, FakeEngine, engine_fixture, main, tonnage_fixture  
 from report_samples import make_plan, make_run
 
 from tonnage.cli import app
+from tonnage.config import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS
 from tonnage.errors import DriverOOM, StartupError
 from tonnage.report import plan_text, run_text
 
@@ -203,6 +204,29 @@ def test_no_arguments_show_the_help(tonnage: Program) -> None:
     ended = tonnage()
     assert ended.code == 2
     assert "Commands:" in ended.err
+
+
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_the_help_says_defaults_of_planner_and_host(tonnage: Program, verb: str) -> None:
+    told = " ".join(tonnage(verb, "--help").out.split())
+    assert f"(default {DEFAULT_MAX_BATCH_SIZE}; when run on the host, 32)" in told
+    assert f"(default {DEFAULT_MAX_NUM_TOKENS}; when run on the host, 512)" in told
+
+
+@pytest.mark.parametrize("command", ["report zero.json", "report nested.json", "diff plan.json zero.json"])
+def test_impossible_files_are_the_users_not_our_defect(tonnage: Program, files: Path, command: str) -> None:
+    document = json.loads((files / "plan.json").read_text())
+    document["kv"]["layout"]["groups"][0]["block_tokens"] = 0
+    (files / "zero.json").write_text(json.dumps(document))
+    line = document["lines"][0]
+    for _ in range(400):
+        line = {**line, "children": [line]}
+    document["lines"][0] = line
+    (files / "nested.json").write_text(json.dumps(document))
+    ended = tonnage(*command.split())
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith(f"tonnage: {command.split()[-1]}: ")
+    assert "defect" not in ended.err
 
 
 def test_every_verb_says_what_it_is_in_one_line(tonnage: Program) -> None:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_fakes import Ended, FakeEngine, Progress, engine_fixture, main, tonnage_fixture  # noqa: F401 - fixtures
+from cli_fakes import (  # noqa: F401 - fixtures
+    Ended,
+    FakeEngine,
+    Progress,
+    engine_fixture,
+    lines_of,
+    main,
+    prompts_fixture,
+    tonnage_fixture,
+)
 
 from tonnage.cli.asks import from_lines
 from tonnage.cli.display import Bar, PlainLines
@@ -19,20 +28,6 @@ from tonnage.config import Origin
 from tonnage.errors import InputError
 
 Program = Callable[..., Ended]
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Callable[..., Path]:
-    def write(*lines: str | bytes) -> Path:
-        path = tmp_path / "in.jsonl"
-        path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines) + b"\n")
-        return path
-
-    return write
 
 
 def test_a_prompt_becomes_text_and_a_ledger(tonnage: Program, engine: FakeEngine) -> None:
@@ -153,28 +148,6 @@ def test_keys_that_mean_nothing_here_are_told(tonnage: Program, engine: FakeEngi
     ended = tonnage("run", "m", "--input", prompts('{"prompt": "a", "max_token": 5}', '{"prompt": "b"}'))
     assert ended.code == 0
     assert "ignored: 'max_token' in 1 lines" in ended.err
-
-
-def test_ctrl_c_keeps_what_had_finished(tonnage: Program, engine: FakeEngine, prompts: Any, tmp_path: Path) -> None:
-    path = prompts('{"prompt": "a"}', '{"prompt": "stop!"}', '{"prompt": "never"}')
-    out, kept = tmp_path / "out.jsonl", tmp_path / "run.json"
-    ended = tonnage("run", "m", "--input", path, "--output", out, "--run-file", kept)
-    assert ended.code == 130
-    assert [line["id"] for line in lines_of(out)] == ["line-1"]
-    assert f"interrupted: 1 of 3 requests had finished, kept in {out}" in ended.err
-    assert json.loads(kept.read_text())["requests"] == {"finished": 1, "failed": 0, "cancelled": 2, "waited": 2}
-    assert "[line-1]\nyou said a" in ended.out
-    assert engine.closed
-
-
-def test_ctrl_c_before_the_engine_is_up(tonnage: Program, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys.modules["tonnage.engine"], "start", interrupted)
-    ended = tonnage("run", "m", "--prompt", "a")
-    assert ended.code == 130
-    assert ended.err.splitlines()[-1] == "tonnage: interrupted"
 
 
 def test_json_is_alone_on_stdout(tonnage: Program, engine: FakeEngine) -> None:

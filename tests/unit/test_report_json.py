@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_samples import DEVICE_BYTES, layout, line, make_plan, make_run
+from report_samples import DEVICE_BYTES, entry, layout, line, make_plan, make_run, make_snapshot, with_fragmentation
 
 from tonnage.config import Knobs, Limits, Origin, Setting
 from tonnage.errors import InputError
@@ -25,7 +26,7 @@ from tonnage.report import (
     run_text,
     write_file,
 )  # fmt: skip
-from tonnage.terms import Cap, KVPool, LineKind, MemoryPlan, Source, Step
+from tonnage.terms import Cap, How, KVPool, LineKind, MemoryPlan, Source, Step
 
 names = st.text(max_size=12)
 sizes = st.integers(0, 2**50)
@@ -34,7 +35,8 @@ lines = st.builds(line, st.sampled_from(LineKind), sizes, name=names, source=st.
 
 @st.composite
 def plans(draw: st.DrawFn) -> MemoryPlan:
-    top = draw(st.lists(st.builds(line, st.sampled_from(LineKind), sizes, children=st.tuples(lines)), max_size=5))
+    some = st.builds(line, st.sampled_from(LineKind), sizes, children=st.tuples(lines))
+    top = [line(LineKind.WEIGHTS, draw(st.integers(1, 2**50))), *draw(st.lists(some, max_size=4))]
     block_tokens = draw(st.integers(1, 300))
     blocks, block_bytes = draw(st.integers(0, 2**40)), draw(st.integers(1, 2**40))
     pool = KVPool(
@@ -47,7 +49,7 @@ def plans(draw: st.DrawFn) -> MemoryPlan:
         kv_tokens=Setting(draw(st.none() | sizes)), disabled_claims=draw(st.frozensets(names, max_size=3)),
     )  # fmt: skip
     limits = Limits(
-        max_seq_len=draw(sizes), max_batch_size=1, max_num_tokens=2, max_logits_rows=3,
+        max_seq_len=draw(st.integers(1, 2**50)), max_batch_size=1, max_num_tokens=2, max_logits_rows=3,
         graph_batch_sizes=tuple(draw(st.lists(sizes, max_size=3))), penalties=draw(st.booleans()),
     )  # fmt: skip
     return make_plan(
@@ -55,7 +57,7 @@ def plans(draw: st.DrawFn) -> MemoryPlan:
         steps=tuple(draw(st.lists(st.builds(Step, name=names, op=names, reason=names, before=sizes, operand=sizes,
                                             after=sizes), max_size=3))),
         caps=tuple(draw(st.lists(st.builds(Cap, name=names, kv_bytes=sizes, setting=names, binding=st.booleans()),
-                                 max_size=3))),
+                                 min_size=1, max_size=3))),
         attended_cap=draw(st.none() | sizes), warnings=tuple(draw(st.lists(names, max_size=2))),
     )  # fmt: skip
 
@@ -168,7 +170,31 @@ def _broken(*path: str | int, value: object = ...) -> str:
         (_broken("device_bytes"), "device_bytes: is missing"),
         (_broken("lines", value={}), "lines: expected an array, found an object"),
         (_broken("lines", 3, "bytes", value=None), "lines[3].bytes: expected a whole number, found null"),
-        (_broken("lines", 0, "bytes", value=-1), "lines: line 'weights' is negative"),
+        (_broken("lines", 0, "bytes", value=-1), "lines[0].bytes: is -1, and cannot be less than 0"),
+        (_broken("lines", 2, "children", 1, "bytes", value=-1), "lines[2].children[1].bytes: is -1, and cannot"),
+        (_broken("lines", value=[]), "lines: the lines come to 0 bytes"),
+        (_broken("device_bytes", value=0), "device_bytes: is 0, and cannot be less than 1"),
+        (_broken("device_bytes", value=10**30), "device_bytes: is too large a number: 1000000000000000"),
+        (_broken("steps", 0, "operand", value=10**400), "steps[0].operand: is too large a number: 1000"),
+        (_broken("limits", "max_seq_len", value=0), "limits.max_seq_len: is 0, and cannot be less than 1"),
+        (_broken("limits", "max_batch_size", value=0), "limits.max_batch_size: is 0, and cannot be less than 1"),
+        (_broken("limits", "max_num_tokens", value=-1), "limits.max_num_tokens: is -1, and cannot be less than 1"),
+        (_broken("rank", "tp", value=0), "rank.tp: is 0, and cannot be less than 1"),
+        (_broken("rank", "index", value=1), "rank.index: is 1, but there are 1 ranks from 0"),
+        (_broken("caps", value=[]), "caps: is empty"),
+        (_broken("caps", 0, "kv_bytes", value=-1), "caps[0].kv_bytes: is -1, and cannot be less than 0"),
+        (_broken("max_concurrency", value=-1), "max_concurrency: is -1, and cannot be less than 0"),
+        (_broken("kv", "tokens", value=-1), "kv.tokens: is -1, and cannot be less than 0"),
+        (_broken("kv", "layout", "slab_bytes", value=0), "kv.layout.slab_bytes: is 0, and cannot be less than 1"),
+        (_broken("kv", "layout", "groups", value=[]), "kv.layout.groups: is empty"),
+        (
+            _broken("kv", "layout", "groups", 0, "block_tokens", value=0),
+            "kv.layout.groups[0].block_tokens: is 0, and cannot be less than 1",
+        ),
+        (
+            _broken("kv", "layout", "groups", 0, "block_bytes", value=0),
+            "kv.layout.groups[0].block_bytes: is 0, and cannot be less than 1",
+        ),
         (_broken("lines", 0, value="weights"), 'lines[0]: expected an object, found "weights"'),
         (_broken("lines", 0, "kind", value="wieghts"), "lines[0].kind: expected one of weights, kv,"),
         (_broken("lines", 0, "kind", value=[1]), "lines[0].kind: expected one of"),
@@ -197,12 +223,58 @@ def test_a_broken_plan_file_is_refused_with_its_place(text: str, told: str) -> N
         ({"plan": 3}, "plan: expected an object"),
         ({"plan": {**plan_document(make_plan()), "device_bytes": "x"}}, "plan.device_bytes: expected a whole number"),
         ({"requests": {"finished": 1, "failed": 0}}, "requests.waited: is missing"),
+        ({"requests": {"finished": 1, "failed": 0, "waited": -1}}, "requests.waited: is -1, and cannot be less than 0"),
+        ({"elapsed_ms": -1}, "elapsed_ms: is -1, and cannot be less than 0"),
+        ({"plan": {**plan_document(make_plan()), "caps": []}}, "plan.caps: is empty"),
+        ({"plan": {**plan_document(make_plan()), "device_bytes": 0}}, "plan.device_bytes: is 0, and cannot be"),
     ],
 )
 def test_a_broken_run_file_is_refused_with_its_place(change: dict[str, object], told: str) -> None:
     with pytest.raises(InputError, match=r"r\.json") as refused:
         parse_run(json.dumps(run_document(make_run()) | change), file="r.json")
     assert told in str(refused.value)
+
+
+def test_nesting_without_end_is_refused_with_its_place() -> None:
+    child = plan_document(make_plan())["lines"][0]
+    for _ in range(400):
+        child = {**child, "children": [child]}
+    deep: list[object] = []
+    for _ in range(400):
+        deep = [deep]
+    for text, told in (
+        (_broken("lines", 3, value=child), "f.json: lines[3].children[0]: is nested more than"),
+        (_broken("later", value=deep), "f.json: later[0][0][0]: is nested more than"),
+    ):
+        with pytest.raises(InputError) as refused:
+            parse_plan(text, file="f.json")
+        assert told in str(refused.value)
+
+
+def test_nesting_that_is_let_in_can_be_written_again() -> None:
+    child = plan_document(make_plan())["lines"][0]
+    for _ in range(20):
+        child = {**child, "children": [child]}
+    text = _broken("lines", 0, value=child)
+    assert json.loads(parse_plan(text, file="f.json").text()) == json.loads(text)
+
+
+def test_how_an_account_is_known_survives_its_file() -> None:
+    plan = make_plan()
+    snapshot = make_snapshot(plan)
+    rest = entry(LineKind.CONTEXT, 500, how=How.REMAINDER)
+    result = make_run(plan, snapshot=replace(snapshot, entries=(*snapshot.entries, rest)))
+    document = run_document(result)
+    assert document["ledger"]["entries"][-1]["how"] == "remainder"
+    assert parse_run(json.dumps(document), file="r.json").result == result
+
+
+def test_two_lines_of_one_kind_survive_their_file() -> None:
+    plan = with_fragmentation(make_plan())
+    document = plan_document(plan)
+    transient = [each["name"] for each in document["lines"] if each["kind"] == "transient"]
+    assert transient == ["activations", "fragmentation"]
+    assert parse_plan(json.dumps(document), file="f").plan == plan
 
 
 def test_read_file_knows_which_kind_it_is(tmp_path: Path) -> None:

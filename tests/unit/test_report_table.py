@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_samples import entry, line, make_plan, make_run, make_snapshot
+from report_samples import entry, line, make_audit, make_plan, make_run, make_snapshot, with_fragmentation
 from rich.console import Console
 
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting
@@ -18,7 +18,7 @@ from tonnage.report.diff_table import show_diff
 from tonnage.report.draw import console_for, share, slice_bar, spread
 from tonnage.report.run_table import planned_own_bytes, show_run
 from tonnage.report.table import show_plan
-from tonnage.terms import KVPool, LineKind, MemoryPlan, Rank, Source
+from tonnage.terms import How, KVPool, LineKind, MemoryPlan, Rank, Source
 from tonnage.units import GiB, MiB
 
 WIDTHS = [40, 80, 100, 160]
@@ -219,6 +219,42 @@ def test_a_line_over_several_accounts_names_every_way_it_is_known() -> None:
     both = (*snapshot.entries, replace(entry(LineKind.TRANSIENT, 5), owner="other"))
     text = drawn(show_run, make_run(plan, snapshot=replace(snapshot, entries=both)), with_plan=False)
     assert "sampled, counted" in text
+
+
+def test_an_account_that_is_the_remainder_says_so() -> None:
+    plan = make_plan()
+    snapshot = make_snapshot(plan)
+    rest = entry(LineKind.CONTEXT, 500 * MiB, how=How.REMAINDER)
+    snapshot = replace(snapshot, entries=(*snapshot.entries, rest))
+    text = drawn(show_run, make_run(plan, snapshot=snapshot, audit=make_audit(plan, snapshot)), with_plan=False)
+    assert "context 520 MiB 500 MiB 500 MiB within remainder" in flat(text)
+
+
+def test_two_lines_of_one_kind_are_two_rows_of_a_plan_and_one_of_the_ledger() -> None:
+    plan = with_fragmentation(make_plan())
+    rows = [flat(row) for row in drawn(show_plan, plan).splitlines()]
+    assert any(row.startswith("activations") and " 912 MiB " in row for row in rows)
+    assert any(row.startswith("fragmentation") and " 200 MiB " in row for row in rows)
+    told = [flat(row) for row in drawn(show_run, make_run(plan), with_plan=False).splitlines()]
+    assert [row for row in told if row.startswith(("transient", "fragmentation"))] == [
+        "transient 1.09 GiB 410 MiB 930 MiB within sampled"
+    ]
+
+
+def test_a_diff_matches_lines_of_one_kind_by_their_names() -> None:
+    before = with_fragmentation(make_plan(), 200 * MiB)
+    # in another order: neither the place nor the kind may decide
+    after = with_fragmentation(make_plan(), 300 * MiB)
+    after = replace(after, lines=(after.lines[-2], *after.lines[:-2], after.lines[-1]))
+    diff = diff_files(RunFile(make_run(before)), RunFile(make_run(after)), names=("a", "b"))
+    assert {change.name: change.delta_bytes for change in diff.lines if change.delta_bytes} == {
+        "fragmentation": 100 * MiB,
+        "rounding": -100 * MiB,
+    }
+    assert diff.run == ()
+    gone = diff_files(PlanFile(before), PlanFile(make_plan()), names=("a", "b"))
+    moved = {change.name: change.delta_bytes for change in gone.lines if change.delta_bytes}
+    assert moved == {"fragmentation": -200 * MiB, "rounding": 200 * MiB}
 
 
 def test_a_child_does_not_add_to_the_bar() -> None:

@@ -1,7 +1,7 @@
 """The program: its verbs, and how it ends. Whatever goes wrong is told in one paragraph on stderr.
 
 Exit codes: 0 done, 1 something failed, 2 the user can mend it (a setting, a file, a model), 130 interrupted,
-141 whoever read our output went away.
+141 whoever read our output went away, 143 terminated.
 """
 
 from __future__ import annotations

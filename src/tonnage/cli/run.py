@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tonnage.cli.serving import ResultLines, Serving, Tally
     from tonnage.report import RunResult
 
-INTERRUPTED = 130
+#: A shell tells "ended by signal N" by this much more than N.
+SIGNAL_EXIT = 128
 #: Failures told one by one on stderr; ``--output`` holds them all.
 NUM_FAILURES_TOLD = 20
 #: Characters of a completion that are shown when the requests came from a file.
@@ -106,7 +107,7 @@ def run(
         from tonnage.report import run_text, write_file
 
         write_file(run_file, run_text(result), force=force, flag="--run-file")
-    return INTERRUPTED if tally.interrupted else int(bool(tally.failures))
+    return SIGNAL_EXIT + tally.stopped_by if tally.stopped_by else int(bool(tally.failures))
 
 
 def read_asks(prompts: list[str], input_file: str | None) -> Asks:
@@ -179,7 +180,7 @@ def _serve(
 def _run(serving: Serving, results: ResultLines, **how: Any) -> None:
     try:
         serving.run(**how)
-    except TonnageError:
+    except (TonnageError, KeyboardInterrupt):
         if results.path not in (None, "-") and serving.tally.finished:
             print(f"{serving.tally.finished} finished requests are kept in {results.path}", file=sys.stderr)
         raise
@@ -243,7 +244,7 @@ def _failures(tally: Tally, asks: Asks, output: str | None) -> list[str]:
         told.append(f"failed: {more} more" + (f", all in {output}" if output else ""))
     if asks.ignored:
         told.append("ignored: " + ", ".join(f"{key!r} in {count} lines" for key, count in asks.ignored.items()))
-    if tally.interrupted:
+    if tally.stopped_by:
         kept = f", kept in {output}" if output not in (None, "-") and tally.finished else ""
         told.append(f"interrupted: {tally.finished} of {asks.total} requests had finished{kept}")
     return told

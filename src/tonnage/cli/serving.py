@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tonnage.cli.asks import Ask, Asks, Failure
 from tonnage.cli.display import Display
+from tonnage.cli.interrupt import noted_interrupts
 from tonnage.errors import InputError, UserError
 
 if TYPE_CHECKING:
@@ -52,14 +53,14 @@ class ResultLines:
 
 @dataclass(slots=True)
 class Tally:
-    """What has become of the requests so far."""
+    """What has become of the requests so far. ``stopped_by``: the signal that ended the run early, 0 for none."""
 
     finished: int = 0
     cancelled: int = 0
     waited: int = 0
     failures: list[Failure] = field(default_factory=list)
     shown: dict[str, str] = field(default_factory=dict)
-    interrupted: bool = False
+    stopped_by: int = 0
 
     @property
     def done(self) -> int:
@@ -86,32 +87,39 @@ class Serving:
         self.tally = Tally()
 
     def run(self, *, max_tokens: int, chat: bool, on_token: OnToken | None) -> None:
-        """Serve everything. An interrupt cancels what is left and returns; what had finished stays written."""
+        """Serve everything. An interrupt lets the step end, cancels what is left and returns.
+
+        What had finished stays written. Raises ``KeyboardInterrupt`` for a second one.
+        """
         self._display.begin(self._asks.total)
-        try:
+        with noted_interrupts() as stop:
             for failure in self._asks.failures:
                 self._fail(failure)
             for ask in self._asks.asks:
+                if stop:
+                    break
                 self._submit(ask, max_tokens=ask.max_tokens or max_tokens, chat=chat, on_token=on_token)
-            while self._engine.has_work:
+            while self._engine.has_work and not stop:
                 self._step()
-        except KeyboardInterrupt:
-            self.tally.interrupted = True
-            self._cancel_rest()
+            if stop:
+                self._cancel_rest()
+        # read outside, where every signal that was noted has arrived
+        self.tally.stopped_by = stop.number
 
     def _submit(self, ask: Ask, *, max_tokens: int, chat: bool, on_token: OnToken | None) -> None:
         prompt, messages = ask.prompt, ask.messages
         if chat and prompt is not None:
             messages, prompt = [{"role": "user", "content": prompt}], None
+        # before it is submitted: whatever comes back from the engine is then known here
+        self._open[ask.id] = ask
         try:
             request = self._engine.request(
                 ask.id, prompt=prompt, messages=messages, max_tokens=max_tokens, on_token=on_token
             )
             self._engine.submit(request)
         except UserError as refused:
+            del self._open[ask.id]
             self._fail(Failure(where=ask.where, id=ask.id, why=str(refused)))
-            return
-        self._open[ask.id] = ask
 
     def _step(self) -> None:
         for completion in self._engine.step():

@@ -22,6 +22,12 @@ T = TypeVar("T")
 Path = tuple[str | int, ...]
 Unknown = dict[Path, object]
 
+REMEDY = "give a file that tonnage wrote with --output, --run-file or --json"
+#: Objects and arrays inside one another: four times what a run needs, far below what Python can recurse into.
+MAX_DEPTH = 48
+#: No number of bytes, tokens or milliseconds reaches this.
+NUMBERS_END = 2**63
+
 
 def to_json(value: object) -> Any:
     """Plain dicts, lists, strings, ints, bools and None. Raises ``TypeError`` for anything else: a defect of ours."""
@@ -49,16 +55,28 @@ def dumps(document: object) -> str:
 
 def loads(text: str, *, file: str) -> dict[str, Any]:
     """The JSON object in ``text``. Raises ``InputError`` naming ``file`` and the place of the first fault."""
-    remedy = "give a file that tonnage wrote with --output, --run-file or --json"
     try:
         document = json.loads(text, parse_float=_refuse_float, parse_constant=_refuse_float)
     except json.JSONDecodeError as fault:
-        raise InputError(f"{file} {_fault(text, fault)}", value=file, remedy=remedy) from None
+        raise InputError(f"{file} {_fault(text, fault)}", value=file, remedy=REMEDY) from None
     except (ValueError, RecursionError) as fault:
-        raise InputError(f"{file} is not a Tonnage file: {fault}", value=file, remedy=remedy) from None
+        raise InputError(f"{file} is not a Tonnage file: {fault}", value=file, remedy=REMEDY) from None
     if not isinstance(document, dict):
-        raise InputError(f"{file} holds {_kind(document)}, not an object", value=file, remedy=remedy)
+        raise InputError(f"{file} holds {_kind(document)}, not an object", value=file, remedy=REMEDY)
+    _check_depth(document, file)
     return document
+
+
+def _check_depth(document: object, file: str) -> None:
+    """Every later walk recurses. This one does not, and so says where the nesting is instead of failing on it."""
+    left: list[tuple[object, Path]] = [(document, ())]
+    while left:
+        value, at = left.pop()
+        if len(at) > MAX_DEPTH:
+            where = path_text(at[:4])
+            raise InputError(f"{file}: {where}: is nested more than {MAX_DEPTH} deep", value=file, remedy=REMEDY)
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        left += [(item, (*at, key)) for key, item in inside]
 
 
 def check_schema(document: Mapping[str, object], *, expected: str, file: str) -> None:
@@ -75,7 +93,7 @@ def check_schema(document: Mapping[str, object], *, expected: str, file: str) ->
     raise InputError(
         f"{file} has schema {found!r}, not {expected!r}",
         value=file,
-        remedy="give a file that tonnage wrote with --output, --run-file or --json",
+        remedy=REMEDY,
     )
 
 
@@ -106,7 +124,7 @@ class Reader:
 
     def fail(self, at: Path, what: str) -> NoReturn:
         place = path_text(at)
-        raise InputError(f"{self.file}: {place + ': ' if place else ''}{what}", value=self.file)
+        raise InputError(f"{self.file}: {place + ': ' if place else ''}{what}", value=self.file, remedy=REMEDY)
 
     def _any(self, hint: Any, value: object, at: Path) -> object:
         origin = get_origin(hint)
@@ -144,6 +162,8 @@ class Reader:
             return hint(value)
         # bool is an int to Python, not to a reader of the file
         if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
+            if isinstance(value, int) and abs(value) >= NUMBERS_END:
+                self.fail(at, f"is too large a number: {_kind(value)}")
             return value
         return self.fail(at, f"expected {_NAMES[hint]}, found {_kind(value)}")
 

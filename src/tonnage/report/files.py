@@ -28,7 +28,7 @@ def read_file(path: str | Path) -> PlanFile | RunFile:
     raise InputError(
         f"{path} has schema {document.get('schema')!r}, which is neither a plan nor a run",
         value=str(path),
-        remedy="give a file that tonnage wrote with --output, --run-file or --json",
+        remedy=codec.REMEDY,
     )
 
 

@@ -12,7 +12,8 @@ from fractions import Fraction
 from typing import Any
 
 from tonnage.report import codec
-from tonnage.terms import PLAN_SCHEMA, KVPool, Line, MemoryPlan
+from tonnage.report.checks import check_plan
+from tonnage.terms import PLAN_SCHEMA, KVPool, MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,10 @@ def plan_from(document: Mapping[str, Any], *, file: str, at: codec.Path = ()) ->
     reader = codec.Reader(file)
     bare, repeated = _without_derived(document)
     plan = reader.read(MemoryPlan, bare, at)
+    check_plan(plan, reader, at)
     for name, value in derived(plan.kv).items():
         if repeated.get(name, value) != value:
             reader.fail((*at, "kv", name), f"is {repeated[name]!r}, but the layout makes it {value!r}")
-    _check_partition(plan, reader, at)
     return PlanFile(plan, {path[len(at) :]: value for path, value in reader.unknown.items()})
 
 
@@ -80,13 +81,3 @@ def _without_derived(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     names = ("blocks", "block_bytes", "block_tokens", "bytes_per_token")
     bare = {key: value for key, value in kv.items() if key not in names}
     return {**document, "kv": bare}, {name: kv[name] for name in names if name in kv}
-
-
-def _check_partition(plan: MemoryPlan, reader: codec.Reader, at: codec.Path) -> None:
-    """A plan whose lines do not add up is not a plan, and no table of it would be true."""
-    negative: Line | None = next((line for line in plan.lines if line.bytes < 0), None)
-    if negative is not None:
-        reader.fail((*at, "lines"), f"line {negative.name!r} is negative")
-    total = sum(line.bytes for line in plan.lines)
-    if total != plan.device_bytes:
-        reader.fail((*at, "lines"), f"the lines come to {total:,} bytes, the device has {plan.device_bytes:,}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from tonnage.ledger import AuditRow
 from tonnage.report import codec
+from tonnage.report.checks import check_numbers, numbers_in
 from tonnage.report.plan_json import plan_document, plan_from
 from tonnage.report.run import RunResult, StageRecord
 from tonnage.terms import RUN_SCHEMA, MemoryPlan, Snapshot
@@ -87,6 +88,9 @@ def run_from(document: Mapping[str, Any], *, file: str) -> RunFile:
     codec.check_schema(document, expected=RUN_SCHEMA, file=file)
     reader = codec.Reader(file)
     top = reader.read(_Document, {key: value for key, value in document.items() if key != "plan"})
+    check_numbers([(("elapsed_ms",), top.elapsed_ms)], reader, ())
+    for name, counts in (("requests", top.requests), ("tokens", top.tokens)):
+        check_numbers(numbers_in(counts, (name,)), reader, ())
     inner = document.get("plan")
     if not isinstance(inner, dict):
         reader.fail(("plan",), "is missing" if inner is None else "expected an object")
