@@ -212,7 +212,11 @@ class Scratch(ABC):
         """Bytes needed for one step of ``shape`` on ``chip``; never decreases when any field of the shape grows."""
 
     def rates(self, limits: Limits, chip: Chip) -> Rates:
-        """The affine law that ``bytes_at`` follows at the limits, read off by differences (so it cannot drift)."""
+        """The affine law that ``bytes_at`` follows at the limits, read off by differences (so it cannot drift).
+
+        It matters for declarations that are not chunk-bounded: they grow with the pool by it. A chunk-bounded one is
+        paid in full by ``bytes_at``; it may be saturated at the limits, and then shows rates of 0 or too small.
+        """
         rows, tokens = limits.max_batch_size, limits.max_num_tokens
         # A long row stays below this, so differences see the slope and no saturation.
         attended = limits.max_seq_len

@@ -53,6 +53,15 @@ def test_the_peak_grows_with_everything():
     assert forward_peak(LLAMA_8B, num_tokens=1000, logits_rows=10, rank=Rank(tp=8, size=8)).bytes < 10 * small
 
 
+def test_only_the_last_pipeline_stage_has_logits():
+    first, last = Rank(index=0, size=2, pp=2), Rank(index=1, size=2, pp=2)
+    shape = {"num_tokens": 512, "logits_rows": 512}
+    assert forward_peak(SMOLLM2, rank=last, **shape).phase == "logits"
+    assert forward_peak(SMOLLM2, rank=first, **shape).phase == "mlp"
+    graphs = {"device_kind": "cuda", "max_batch_size": 512, "num_graphs": 1, "dtype": "float32"}
+    assert graph_bytes(SMOLLM2, rank=first, **graphs).bytes < graph_bytes(SMOLLM2, rank=last, **graphs).bytes
+
+
 def test_the_sampler_holds_logits_and_log_probabilities():
     assert sampler_bytes(SMOLLM2, logits_rows=256) == 256 * 49_152 * 8
     assert sampler_bytes(LLAMA_8B, logits_rows=256) == 256 * 128_256 * 10

@@ -44,10 +44,17 @@ def test_a_folder_wins_over_an_alias(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["./nothing", "/nothing/here", "nothing.json", "", "a/b/c", "sp ace", "nul\0", "x" * 5000, "~nobody/x"]
+    "text", ["./nothing", "/nothing/here", "nothing.json", "a/b/c", "sp ace", "nul\0", "x" * 5000, "~nobody/x"]
 )
 def test_no_such_path(text):
     with pytest.raises(ModelNotFound, match="no such folder or file"):
+        find_config(text)
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_no_name_at_all(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match=r"^no model is named\. To change: name a folder"):
         find_config(text)
 
 

@@ -1,4 +1,4 @@
-"""Plans with no device and from measurements: the worked 8B model, fitted lengths, refusals whose remedies work."""
+"""Plans with no device: the worked 8B model, fitted lengths, refusals whose remedies work when followed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import bytes_per_token
 from tonnage.errors import DoesNotFit, InvalidSetting, UnsupportedModel
 from tonnage.hardware import CARDS, find_card, generic_card, host_card
-from tonnage.planner import claims_for, find_config, plan_measured, plan_without_device, resolve_limits
+from tonnage.layout import metadata_bytes_per_block, table_bytes
+from tonnage.planner import claims_for, find_config, plan_without_device, resolve_limits
 from tonnage.planner.claims import step_input_bytes
-from tonnage.planner.predict import predict
+from tonnage.planner.limits import HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS
 from tonnage.terms import (
-    Claim,
     Fixed,
-    Lifetime,
     LineKind,
-    Maker,
-    Measured,
     MemoryPlan,
-    Quantity,
+    PerBlock,
     Rank,
     Source,
-    StagePeak,
-    StepShape,
 )
 from tonnage.units import GiB, MiB, parse_bytes
 
@@ -64,7 +59,7 @@ def test_llama_8b_on_80_gib():
     assert bytes_per_token(made.kv.layout) == 131_072
     assert sum(line.bytes for line in made.lines) == 85_899_345_920
     assert made.bytes_of(LineKind.WEIGHTS) == 16_060_522_496
-    assert made.bytes_of(LineKind.TRANSIENT) == 932 * MiB
+    assert made.line(LineKind.TRANSIENT).bytes == 932 * MiB
     assert made.bytes_of(LineKind.KEEP_FREE) == 256 * MiB
     assert made.limits.max_seq_len == 131_072
     assert made.max_concurrency == made.kv.tokens // 131_072
@@ -72,7 +67,7 @@ def test_llama_8b_on_80_gib():
 
 
 def test_every_kind_of_line_is_there():
-    made = plan_without_device(LLAMA_8B, card=generic_card(80 * GiB))
+    made = plan_without_device(LLAMA_8B, card=generic_card(80 * GiB), knobs=knobs(kv_fraction=Fraction(9, 10)))
     assert {line.kind for line in made.lines} == set(LineKind)
 
 
@@ -133,6 +128,45 @@ def test_limits_in_force(asked, resolved):
     assert (made.max_seq_len, made.max_batch_size, made.max_num_tokens) == resolved
     assert made.max_logits_rows == made.max_batch_size
     assert all(getattr(settings, name).origin == Origin.FLAG for name in asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "tokens"),
+    [
+        ({}, (32, "host device"), (512, "host device")),
+        ({"max_num_tokens": 8}, (8, "max_num_tokens"), (8, "--max_num_tokens")),
+        ({"max_num_tokens": 4096}, (32, "host device"), (4096, "--max_num_tokens")),
+        ({"max_batch_size": 600}, (600, "--max_batch_size"), (600, "max_batch_size")),
+        ({"max_batch_size": 2, "max_seq_len": 100}, (2, "--max_batch_size"), (200, "max_batch_size x max_seq_len")),
+    ],
+)
+def test_limits_in_force_on_the_host(asked, rows, tokens):
+    made, settings = resolve_limits(SMOLLM2, limits(**asked), device_kind="host")
+    assert (made.max_batch_size, settings.max_batch_size.where) == rows
+    assert (made.max_num_tokens, settings.max_num_tokens.where) == tokens
+    assert all(s.origin == (Origin.FLAG if "--" in s.where else Origin.DEFAULT) for s in _of_a_step(settings))
+
+
+def _of_a_step(settings: LimitKnobs) -> tuple[Setting[int], Setting[int]]:
+    return settings.max_batch_size, settings.max_num_tokens
+
+
+def test_a_plan_for_the_host_has_the_limits_of_a_run_there():
+    """1 GiB is enough for 512 tokens a step; 8,192 would not fit."""
+    card = host_card(1 * GiB)
+    made = checked(plan_without_device(SMOLLM2, card=card, limit_knobs=limits(max_seq_len=1024)))
+    assert (made.limits.max_batch_size, made.limits.max_num_tokens) == (HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS)
+    assert made.limit_knobs.max_num_tokens.where == "host device"
+    with pytest.raises(DoesNotFit):
+        plan_without_device(SMOLLM2, card=card, limit_knobs=limits(max_seq_len=1024, max_num_tokens=8192))
+
+
+def test_remedies_start_from_the_defaults_of_the_host():
+    with pytest.raises(DoesNotFit) as caught:
+        plan_without_device(SMOLLM2, card=host_card(930 * MiB), limit_knobs=limits(max_seq_len=1024))
+    lowered = dict(re.findall(r"lower (max_num_tokens|max_batch_size) to (\d+)", str(caught.value)))
+    assert int(lowered["max_num_tokens"]) < HOST_MAX_NUM_TOKENS
+    assert int(lowered["max_batch_size"]) < HOST_MAX_BATCH_SIZE
 
 
 @pytest.mark.parametrize(
@@ -230,6 +264,30 @@ def test_ranks_see_their_share():
     assert {child.name for child in libraries.children} == {"libraries", "collectives"}
 
 
+def test_pipeline_stages_without_a_head_do_not_sample():
+    first, last = (
+        checked(plan_without_device(LLAMA_8B, card=generic_card(80 * GiB), rank=Rank(index=index, size=2, pp=2)))
+        for index in (0, 1)
+    )
+    stages = [{child.name for child in made.line(LineKind.TRANSIENT).children} for made in (first, last)]
+    assert stages == [{"prefill", "decode"}, {"prefill", "decode", "sampler"}]
+
+
+def test_tables_on_the_host_are_what_the_formulas_of_the_layout_say():
+    """Managers claim by the same names and formulas; a plan takes each name once."""
+    made, _ = resolve_limits(SMOLLM2, limits(max_seq_len=100), device_kind="host")
+    tables = {
+        claim.name: claim.cost
+        for claim in claims_for(SMOLLM2, made, block_tokens=8, device_kind="host")
+        if claim.line == LineKind.TABLES and claim.applies
+    }
+    table = table_bytes(max_batch_size=HOST_MAX_BATCH_SIZE, max_seq_len=100, block_tokens=8)
+    assert tables == {
+        "page table": Fixed(bytes=table),
+        "block metadata": PerBlock(bytes_per_block=metadata_bytes_per_block()),
+    }
+
+
 def test_claims_of_this_path():
     made, _ = resolve_limits(SMOLLM2, limits(max_seq_len=100, max_batch_size=4, max_num_tokens=64))
     found = {claim.name: claim for claim in claims_for(SMOLLM2, made, device_kind="cuda")}
@@ -239,93 +297,14 @@ def test_claims_of_this_path():
     assert [claim.source for claim in found.values() if claim.line == LineKind.SCRATCH] == [Source.DECLARED]
 
 
-class TestMeasured:
-    """An engine's probes in the place of closed forms."""
-
-    CARD = host_card(1200 * MiB, page_bytes=4096)
-    LIMITS = limits(max_seq_len=512, max_batch_size=16, max_num_tokens=256)
-
-    def measured(self, **changes: object) -> Measured:
-        def stage(name: str, allocated: int, reserved: int) -> StagePeak:
-            sizes = [Quantity.exact(n * MiB, Source.MEASURED, name) for n in (allocated, reserved)]
-            return StagePeak(stage=name, shape=StepShape(), allocated=sizes[0], reserved=sizes[1])
-
-        made = Measured(
-            rank=Rank(),
-            device_bytes=1200 * MiB,
-            weights=Quantity.exact(538_060_032, Source.COUNTED, "arena"),
-            context=Quantity.exact(40 * MiB, Source.MEASURED, "remainder"),
-            libraries=Quantity.exact(12 * MiB, Source.MEASURED, "remainder"),
-            stages=(stage("prefill", 20, 31), stage("decode", 9, 14)),
-            graphs=None,
-            foreign_bytes=Quantity.exact(0, Source.MEASURED, ""),
-        )
-        return replace(made, **changes)
-
-    def test_lines_are_what_was_measured(self):
-        made = checked(plan_measured(SMOLLM2, card=self.CARD, measured=self.measured(), limit_knobs=self.LIMITS))
-        assert made.bytes_of(LineKind.TRANSIENT) == 20 * MiB
-        assert next(line.bytes for line in made.lines if line.name == "fragmentation") == 11 * MiB
-        assert made.bytes_of(LineKind.CONTEXT) == 40 * MiB
-        assert made.line(LineKind.CONTEXT).source == Source.MEASURED
-
-    def test_the_same_arithmetic_as_without_a_device(self):
-        """What the closed forms say, handed in as if it had been measured, gives the same partition."""
-        planned = plan_without_device(SMOLLM2, card=self.CARD, limit_knobs=self.LIMITS)
-        forms = predict(
-            SMOLLM2,
-            card=self.CARD,
-            limits=planned.limits,
-            rank=Rank(),
-            dtype="float32",
-            weights=Quantity.exact(538_060_032, Source.DERIVED, ""),
-        )
-        again = plan_measured(SMOLLM2, card=self.CARD, measured=forms, limit_knobs=self.LIMITS)
-        assert [(line.name, line.bytes) for line in again.lines] == [(line.name, line.bytes) for line in planned.lines]
-
-    def test_the_device_is_as_large_as_measured(self):
-        measured = self.measured(device_bytes=1100 * MiB)
-        made = checked(plan_measured(SMOLLM2, card=self.CARD, measured=measured, limit_knobs=self.LIMITS))
-        assert made.device_bytes == 1100 * MiB
-
-    def test_extra_claims_and_versions(self):
-        extra = Claim(
-            name="penalties",
-            owner="sampler",
-            line=LineKind.TABLES,
-            cost=Fixed(bytes=MiB),
-            lifetime=Lifetime.LAZY,
-            maker=Maker.TORCH,
-            source=Source.DERIVED,
-            reason="first request with a penalty",
-            can_disable=True,
-        )
-        kwargs = {"card": self.CARD, "measured": self.measured(), "limit_knobs": self.LIMITS, "extra_claims": [extra]}
-        with_it = checked(plan_measured(SMOLLM2, versions={"torch": "2.13.0"}, **kwargs))
-        without = checked(plan_measured(SMOLLM2, knobs=Knobs(disabled_claims=frozenset({"penalties"})), **kwargs))
-        saved = with_it.bytes_of(LineKind.TABLES) - without.bytes_of(LineKind.TABLES)
-        blocks = without.kv.num_slabs - with_it.kv.num_slabs
-        assert saved == MiB - 8 * blocks
-        assert with_it.fingerprint != plan_measured(SMOLLM2, **kwargs).fingerprint
-
-    def test_a_remedy_leaves_room_for_the_next_measurement(self):
-        measured = self.measured(device_bytes=900 * MiB)
-        asked = replace(self.LIMITS, max_seq_len=Setting.flag(8192, "8192", "--max-seq-len"))
-        with pytest.raises(DoesNotFit) as caught:
-            plan_measured(SMOLLM2, card=self.CARD, measured=measured, limit_knobs=asked)
-        (length,) = re.findall(r"max_seq_len to (\d+)", str(caught.value))
-        noisier = replace(measured, context=Quantity.exact(56 * MiB, Source.MEASURED, ""))
-        shorter = replace(asked, max_seq_len=Setting.flag(int(length), length, "--max-seq-len"))
-        checked(plan_measured(SMOLLM2, card=self.CARD, measured=noisier, limit_knobs=shorter))
-        assert "max_num_tokens" not in str(caught.value)
-
-
 def tried(remedy: str, config: ModelConfig, memory: int, asked: Knobs, shape: LimitKnobs) -> MemoryPlan:
     """Do what the remedy says, from its words alone, and plan."""
     dtype = None
     for name, text in re.findall(r"(?:lower|raise|set) (\w+) to (\S+)", remedy):
         if name == "dtype":
             dtype = text
+        elif name == "kv_fraction":
+            asked = replace(asked, kv_fraction=Setting.flag(Fraction(text), text, "--kv-fraction"))
         elif name.startswith("max_"):
             shape = replace(shape, **{name: Setting.flag(int(text), text, f"--{name}")})
         else:
@@ -347,6 +326,10 @@ REFUSED = [
     (SMOLLM2, 4 * GiB, {"kv_bytes": 10 * MiB}, {"max_seq_len": 2048}),
     (SMOLLM2, 4 * GiB, {"kv_tokens": 100}, {"max_seq_len": 2048}),
     (SMOLLM2, 4 * GiB, {"kv_fraction": Fraction(1, 100)}, {"max_seq_len": 2048}),
+    (LLAMA_8B, 80 * GiB, {"kv_fraction": Fraction(1, 10**9)}, {}),
+    (LLAMA_8B, 17 * GiB, {"kv_fraction": Fraction(1, 10**9)}, {}),
+    (LLAMA_8B, 17 * GiB, {"kv_fraction": Fraction(1, 10**9), "total_bytes": 15 * GiB}, {}),
+    (LLAMA_8B, 80 * GiB, {"kv_fraction": Fraction(1, 10**9), "total_bytes": 15 * GiB}, {}),
     (SMOLLM2, 4 * GiB, {"total_bytes": 400 * MiB}, {"max_seq_len": 2048}),
     (SMOLLM2, 600 * MiB, {"total_bytes": 400 * MiB}, {"max_seq_len": 2048}),
     (SMOLLM2, 4 * GiB, {"keep_free_bytes": 3 * GiB}, {"max_seq_len": 2048}),
@@ -387,6 +370,14 @@ def test_the_largest_length_that_fits_is_named(memory, asked, shape, first):
 def test_a_cap_below_the_weights_says_weights():
     with pytest.raises(DoesNotFit, match=r"its weights alone take 513\.13 MiB, and total_bytes allows 400 MiB"):
         plan_without_device(SMOLLM2, card=host_card(2 * GiB), knobs=knobs(total_bytes=400 * MiB))
+
+
+def test_a_tiny_share_is_told_as_a_share():
+    with pytest.raises(DoesNotFit) as caught:
+        plan_without_device(LLAMA_8B, card=generic_card(80 * GiB), knobs=knobs(kv_fraction=Fraction(1, 10**9)))
+    assert "Need: a kv_fraction of at least 0.001: 2 MiB (2,097,152 bytes) for 1 block." in str(caught.value)
+    assert "TiB" not in str(caught.value)
+    assert any(remedy.startswith("raise kv_fraction to 0.0") for remedy in caught.value.remedies)
 
 
 def test_a_named_card_is_not_made_larger():

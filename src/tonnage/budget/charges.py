@@ -41,7 +41,8 @@ class RatedClaim:
 class Charges:
     """``lines``: one for each kind that does not depend on the tokens. ``per_block`` and ``rated`` grow with the pool.
 
-    ``fragmentation`` does not depend on them either; its kind, slack, is that of what caps leave.
+    ``fragmentation`` does not depend on them either. It is of the transient's kind, so that kind has two lines: the
+    tensors of a step and what the allocator adds to them, which only together can be compared with a device.
     """
 
     lines: tuple[Line, ...]
@@ -50,6 +51,7 @@ class Charges:
     rated: tuple[RatedClaim, ...]
 
     def line(self, kind: LineKind) -> Line:
+        """The line of that kind; of the transient's two, the one named transient."""
         return next(line for line in self.lines if line.kind == kind)
 
     @property
@@ -124,16 +126,18 @@ def _in_a_step(claim: Claim) -> bool:
 
 def _unprobed(claim: Claim, *, limits: Limits, chip: Chip) -> int:
     cost = claim.cost
-    size = cost.bytes if isinstance(cost, Fixed) else 0
-    if isinstance(cost, Scratch):
-        size = _scratch_bytes(cost, limits=limits, chip=chip)
+    size = _scratch_bytes(cost, limits=limits, chip=chip) if isinstance(cost, Scratch) else _plain_bytes(claim)
     return max(0, size - claim.probed_bytes)
 
 
-def _strongest_of_shares(resident: Sequence[tuple[Claim, Line]]) -> list[Line]:
+def _plain_bytes(claim: Claim) -> int:
+    return claim.cost.bytes if isinstance(claim.cost, Fixed) else 0
+
+
+def _strongest_of_shares(claimed: Sequence[tuple[Claim, Line]]) -> list[Line]:
     """Claims with the same share key use one buffer: only the largest stays."""
     kept: dict[tuple[LineKind, str], Line] = {}
-    for claim, line in resident:
+    for claim, line in claimed:
         key = (line.kind, f"share:{claim.share}" if claim.share else f"own:{claim.owner}:{claim.name}")
         if key not in kept or line.bytes > kept[key].bytes:
             kept[key] = line
@@ -246,7 +250,7 @@ def _transient(stages: Sequence[StagePeak], claims: Sequence[Claim]) -> Line:
 
 def _stage(name: str, stages: Sequence[StagePeak], claims: Sequence[Claim]) -> Line:
     peaks = [stage.allocated for stage in stages if stage.stage == name]
-    extras = [line for _, line in _shared_step([c for c in claims if c.stage in (name, None)])]
+    extras = _strongest_of_shares([(c, _step_line(c)) for c in claims if c.stage in (name, None)])
     parts = [(peak.bytes, peak.low, peak.high) for peak in peaks] + [(e.bytes, e.low, e.high) for e in extras]
     total, low, high = (sum(part[i] for part in parts) for i in range(3))
     known = peaks[0] if peaks else None
@@ -267,15 +271,9 @@ def _stage(name: str, stages: Sequence[StagePeak], claims: Sequence[Claim]) -> L
     )
 
 
-def _shared_step(claims: Sequence[Claim]) -> list[tuple[str, Line]]:
-    kept: dict[str, Line] = {}
-    for claim in claims:
-        size = claim.cost.bytes if isinstance(claim.cost, Fixed) else 0
-        line = claim_line(claim, num_bytes=max(0, size - claim.probed_bytes), kind=LineKind.TRANSIENT)
-        key = f"share:{claim.share}" if claim.share else f"own:{claim.owner}:{claim.name}"
-        if key not in kept or line.bytes > kept[key].bytes:
-            kept[key] = line
-    return list(kept.items())
+def _step_line(claim: Claim) -> Line:
+    num_bytes = max(0, _plain_bytes(claim) - claim.probed_bytes)
+    return claim_line(claim, num_bytes=num_bytes, kind=LineKind.TRANSIENT)
 
 
 def _fragmentation(stages: Sequence[StagePeak]) -> Line:
@@ -298,7 +296,8 @@ def _fragmentation(stages: Sequence[StagePeak]) -> Line:
     return quantity_line(
         "fragmentation",
         gap,
-        kind=LineKind.SLACK,
+        kind=LineKind.TRANSIENT,
         maker=Maker.TORCH,
         reason="what the allocator takes beyond the bytes alive at the peak",
+        lifetime=Lifetime.STEP,
     )

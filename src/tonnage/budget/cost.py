@@ -1,4 +1,7 @@
-"""The price of a number of units (blocks, tokens): an affine law with an intercept, and its exact integer inverse."""
+"""The price of a number of units (blocks, tokens): an affine law with an intercept, and its exact integer inverse.
+
+No plan calls it yet, a block's price being linear: it serves the reference vectors, and pools that come later.
+"""
 
 from __future__ import annotations
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tonnage.budget.charges import Charges, claim_line
+from tonnage.budget.charges import Charges, claim_line, quantity_line
 from tonnage.budget.money import Budget
 from tonnage.budget.pool import PoolPrice
+from tonnage.budget.words import counted, why_keep_free
 from tonnage.config import Setting
-from tonnage.terms import Cap, Lifetime, Line, LineKind, Maker, Measured, Quantity, Source
+from tonnage.terms import Cap, Line, LineKind, Maker, Measured, Quantity, Source
 from tonnage.units import format_bytes
 
 
@@ -38,7 +39,13 @@ def partition(
         charged.line(LineKind.CONTEXT),
         charged.line(LineKind.LIBRARIES),
         _with_block_tables(charged, num_blocks),
-        _quantity("foreign", LineKind.FOREIGN, measured.foreign_bytes, "other processes on the device", Maker.FOREIGN),
+        quantity_line(
+            "foreign",
+            measured.foreign_bytes,
+            kind=LineKind.FOREIGN,
+            maker=Maker.FOREIGN,
+            reason="other processes on the device",
+        ),
         _keep_free_line(budget.keep_free, keep_free),
         _page_rounding(losses, price.page_bytes),
         charged.fragmentation,
@@ -70,9 +77,8 @@ def _left_over(budget: Budget, price: PoolPrice, *, num_blocks: int, caps: Seque
 
 
 def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int]) -> Line:
-    return _quantity(
+    return quantity_line(
         "kv",
-        LineKind.KV,
         Quantity(
             bytes=price.kv_bytes(num_blocks),
             low=bar[0],
@@ -80,8 +86,10 @@ def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int]) -> Line
             source=Source.DERIVED,
             ref="what the other lines leave, in whole blocks; low and high follow theirs",
         ),
-        f"{num_blocks:,} blocks of {price.block_tokens} tokens, {format_bytes(price.slab_bytes)} each",
-        Maker.ARENA,
+        kind=LineKind.KV,
+        maker=Maker.ARENA,
+        reason=f"{counted(num_blocks, 'block')} of {counted(price.block_tokens, 'token')}, "
+        f"{format_bytes(price.slab_bytes)} each",
     )
 
 
@@ -110,13 +118,14 @@ def _grown(line: Line, children: list[Line]) -> Line:
         source=line.source if line.bytes else children[0].source,
         ref=line.ref if line.bytes else children[0].ref,
     )
-    return _quantity(line.name, line.kind, quantity, line.reason, line.maker, children=(*own, *children))
+    return quantity_line(
+        line.name, quantity, kind=line.kind, maker=line.maker, reason=line.reason, children=(*own, *children)
+    )
 
 
 def _keep_free_line(num_bytes: int, setting: Setting[int]) -> Line:
     source = Source.ASKED if setting.is_set else Source.ASSUMED
-    reason = "left alone on the device" + ("" if setting.is_set else "; the default, keep_free_bytes changes it")
-    return _exact("keep_free", LineKind.KEEP_FREE, num_bytes, source, reason)
+    return _exact("keep_free", LineKind.KEEP_FREE, num_bytes, source, why_keep_free(setting))
 
 
 def _page_rounding(losses: dict[str, int], page_bytes: int) -> Line:
@@ -125,27 +134,10 @@ def _page_rounding(losses: dict[str, int], page_bytes: int) -> Line:
     )
     total = Quantity.exact(sum(losses.values()), Source.DERIVED, f"pages of {format_bytes(page_bytes)}")
     reason = f"arenas are committed in pages of {format_bytes(page_bytes)}"
-    return _quantity("page rounding", LineKind.ROUNDING, total, reason, Maker.ARENA, children=children)
+    return quantity_line(
+        "page rounding", total, kind=LineKind.ROUNDING, maker=Maker.ARENA, reason=reason, children=children
+    )
 
 
 def _exact(name: str, kind: LineKind, num_bytes: int, source: Source, reason: str) -> Line:
-    return _quantity(name, kind, Quantity.exact(num_bytes, source, ""), reason, Maker.ARENA)
-
-
-def _quantity(
-    name: str, kind: LineKind, quantity: Quantity, reason: str, maker: Maker, *, children: tuple[Line, ...] = ()
-) -> Line:
-    return Line(
-        name=name,
-        owner=name,
-        kind=kind,
-        bytes=quantity.bytes,
-        low=quantity.low,
-        high=quantity.high,
-        lifetime=Lifetime.RESIDENT,
-        maker=maker,
-        source=quantity.source,
-        ref=quantity.ref,
-        reason=reason,
-        children=children,
-    )
+    return quantity_line(name, Quantity.exact(num_bytes, source, ""), kind=kind, maker=Maker.ARENA, reason=reason)

@@ -15,8 +15,9 @@ from fractions import Fraction
 from tonnage.budget.charges import Charges, charges
 from tonnage.budget.lines import partition
 from tonnage.budget.money import Budget
-from tonnage.budget.pool import PoolPrice
+from tonnage.budget.pool import POOL_CAPS, PoolPrice
 from tonnage.budget.refusal import refuse_beside_pool, refuse_pool
+from tonnage.budget.words import counted, told, why_keep_free
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Knobs, LimitKnobs, Limits, Setting
 from tonnage.layout import KVLayout, blocks_per_sequence
 from tonnage.terms import (
@@ -84,7 +85,15 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
             measured=inputs.measured,
             keep_free=knobs.keep_free_bytes,
         ),
-        steps=_steps(budget, charged, price, caps=caps, num_blocks=num_blocks, page_losses=page_losses),
+        steps=_steps(
+            budget,
+            charged,
+            price,
+            caps=caps,
+            num_blocks=num_blocks,
+            page_losses=page_losses,
+            keep_free=knobs.keep_free_bytes,
+        ),
         caps=caps,
         kv=KVPool(
             layout=inputs.layout,
@@ -152,16 +161,11 @@ def _caps(
     return caps, found[binding][1]
 
 
-def told(name: str, setting: Setting[int] | Setting[Fraction]) -> str:
-    """``total_bytes = 4GiB (--total-bytes)``."""
-    return f"{name} = {setting.text or setting.value}" + (f" ({setting.where})" if setting.where else "")
-
-
 def _bar(
     budget: Budget, charged: Charges, price: PoolPrice, *, num_blocks: int, caps: Sequence[Cap]
 ) -> tuple[int, int]:
     """KV bytes with every other line at its high, and at its low; caps that are no matter of money still hold."""
-    fixed_caps = [cap.kv_bytes for cap in caps if cap.name in ("kv_bytes", "kv_tokens", "limits")]
+    fixed_caps = [cap.kv_bytes for cap in caps if cap.name in POOL_CAPS]
 
     def at(fixed_change: int) -> int:
         rest = budget.rest - fixed_change
@@ -191,6 +195,7 @@ def _steps(
     caps: Sequence[Cap],
     num_blocks: int,
     page_losses: dict[str, int],
+    keep_free: Setting[int],
 ) -> tuple[Step, ...]:
     """The derivation from the device to tokens; ``before op operand = after`` in every row."""
     steps: list[Step] = []
@@ -203,7 +208,7 @@ def _steps(
         now = after
 
     take("foreign", budget.foreign, "other processes on the device")
-    take("keep_free", budget.keep_free, "left alone on the device")
+    take("keep_free", budget.keep_free, why_keep_free(keep_free))
     if budget.total_bytes is not None:
         take("total_bytes", budget.total_bytes, "everything the engine may take", op="min")
     for line in charged.fixed:
@@ -220,9 +225,8 @@ def _unit_steps(pool: int, price: PoolPrice, *, caps: Sequence[Cap], num_blocks:
     """Bytes to whole blocks, counted in tokens; then the cap that allows fewer."""
     affordable = price.blocks_within(pool) * price.block_tokens
     growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""
-    each = (
-        f"whole blocks of {price.block_tokens} tokens, {format_bytes(price.block_bytes)} each{growing}, in whole pages"
-    )
+    block = f"{counted(price.block_tokens, 'token')}, {format_bytes(price.block_bytes)} each"
+    each = f"whole blocks of {block}{growing}, in whole pages"
     steps = [
         Step(name="blocks", op="tokens for", reason=each, before=pool, operand=price.block_bytes, after=affordable)
     ]

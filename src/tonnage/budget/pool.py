@@ -10,6 +10,9 @@ from tonnage.budget.split import Demand, split
 from tonnage.layout import KVLayout
 from tonnage.units import round_up
 
+#: Caps that limit the pool itself; the others limit everything the engine takes.
+POOL_CAPS = ("kv_bytes", "kv_tokens", "limits")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPrice:

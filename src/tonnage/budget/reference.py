@@ -3,6 +3,8 @@
 The pool gets ``free_gpu_memory_fraction`` of what remains beside the measured peak, after the pool that existed
 while measuring is added back. All inputs and results are bytes unless a name says tokens or blocks; fractions are
 exact. Only what a dense decoder needs; its reserves, splits and windows come later.
+
+No plan calls it: it serves the reference vectors, and comparisons with the reference that come later.
 """
 
 from __future__ import annotations

@@ -7,14 +7,12 @@ from typing import NoReturn
 
 from tonnage.budget.charges import Charges
 from tonnage.budget.money import Budget
-from tonnage.budget.pool import PoolPrice
+from tonnage.budget.pool import POOL_CAPS, PoolPrice
+from tonnage.budget.words import counted
 from tonnage.config import Limits
 from tonnage.errors import DoesNotFit
 from tonnage.terms import Cap, LineKind
 from tonnage.units import ceil_div, format_bytes
-
-#: Caps that limit the pool itself; the others limit everything the engine takes.
-POOL_CAPS = ("kv_bytes", "kv_tokens", "limits")
 
 
 def refuse_beside_pool(
@@ -46,9 +44,11 @@ def refuse_pool(
     cap = next(cap for cap in caps if cap.binding)
     tokens = cap.kv_bytes // price.slab_bytes * price.block_tokens
     what = (
-        f"{model}: the KV pool would hold {tokens:,} tokens, less than one sequence of max_seq_len = "
+        f"{model}: the KV pool would hold {counted(tokens, 'token')}, less than one sequence of max_seq_len = "
         f"{limits.max_seq_len:,}; it is limited by {cap.setting}"
     )
+    if cap.name == "kv_fraction" and price.total_bytes(sequence_blocks) <= budget.rest:
+        _raise_for_fraction(what, budget, price, sequence_blocks)
     if cap.name not in POOL_CAPS:
         _raise(what, budget, charged, price, sequence_blocks, limits=limits)
     need = price.kv_bytes(sequence_blocks)
@@ -56,8 +56,22 @@ def refuse_pool(
         what,
         need_bytes=need,
         have_bytes=cap.kv_bytes,
-        need=f"{format_bytes(need)} of KV ({need:,} bytes) for {sequence_blocks:,} blocks",
+        need=f"{format_bytes(need)} of KV ({need:,} bytes) for {counted(sequence_blocks, 'block')}",
         have=f"{format_bytes(cap.kv_bytes)} of KV ({cap.kv_bytes:,} bytes)",
+    )
+
+
+def _raise_for_fraction(what: str, budget: Budget, price: PoolPrice, sequence_blocks: int) -> NoReturn:
+    """There is enough; only the share is too small. More memory would be an absurd thing to ask for."""
+    need = price.total_bytes(sequence_blocks)
+    least = ceil_div(1000 * need, budget.rest) / 1000
+    raise DoesNotFit(
+        what,
+        need_bytes=need,
+        have_bytes=budget.pool,
+        need=f"a kv_fraction of at least {least:g}: {format_bytes(need)} ({need:,} bytes) for "
+        f"{counted(sequence_blocks, 'block')}",
+        have=f"{format_bytes(budget.pool)} ({budget.pool:,} bytes) of the {format_bytes(budget.rest)} it is a share of",
     )
 
 
@@ -72,19 +86,21 @@ def _there_is(budget: Budget) -> str:
 def _raise(
     what: str, budget: Budget, charged: Charges, price: PoolPrice, sequence_blocks: int, *, limits: Limits
 ) -> NoReturn:
-    pool = ceil_div(price.total_bytes(sequence_blocks) * budget.fraction.denominator, budget.fraction.numerator)
+    # Not divided by kv_fraction: a small one would turn a few blocks into more memory than there is anywhere.
+    pool = price.total_bytes(sequence_blocks)
     limited = budget.total_bytes is not None and budget.total_bytes <= budget.room
     outside = 0 if limited else budget.foreign + budget.keep_free
     need, have = budget.fixed + pool + outside, budget.cap if limited else budget.device
     parts = [(line.name, line.bytes) for line in charged.fixed]
     parts += [("keep_free", 0 if limited else budget.keep_free), ("other processes", 0 if limited else budget.foreign)]
-    parts.append((f"one sequence of {limits.max_seq_len:,} tokens", pool))
+    parts.append((f"one sequence of {counted(limits.max_seq_len, 'token')}", pool))
     shown = sorted((part for part in parts if part[1]), key=lambda part: -part[1])[:5]
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)
+    even = "even with a kv_fraction of 1, " if budget.fraction < 1 else ""
     raise DoesNotFit(
         what,
         need_bytes=need,
         have_bytes=have,
-        need=f"{format_bytes(need)} ({need:,} bytes; the largest: {listed})",
+        need=f"{even}{format_bytes(need)} ({need:,} bytes; the largest: {listed})",
         have=f"{format_bytes(have)} ({have:,} bytes), {format_bytes(need - have)} short",
     )

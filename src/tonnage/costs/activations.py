@@ -53,12 +53,16 @@ class Peak:
 def forward_peak(
     config: ModelConfig, *, num_tokens: int, logits_rows: int, dtype: str | None = None, rank: Rank | None = None
 ) -> Peak:
-    """The largest phase of one eager forward over ``num_tokens`` tokens with ``logits_rows`` rows of logits."""
+    """The largest phase of one eager forward over ``num_tokens`` tokens with ``logits_rows`` rows of logits.
+
+    Only the last pipeline stage has a head: elsewhere no row of logits counts.
+    """
     shape = rank_shape(config, rank or Rank())
     word = DTYPE_BYTES[dtype or config.dtype]
     phases = {name: num_tokens * each for name, each in _phase_bytes(config, shape, word=word).items()}
     hidden = config.hidden_size
-    phases["logits"] = (num_tokens * hidden + logits_rows * (hidden + config.vocab_size)) * word
+    if shape.has_head:
+        phases["logits"] = (num_tokens * hidden + logits_rows * (hidden + config.vocab_size)) * word
     phase = max(phases, key=lambda name: phases[name])
     return Peak(phase=phase, bytes=phases[phase])
 

@@ -18,6 +18,7 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _HUB_ID_LENGTH = 96  # the hub's own limit
 _HUB_SECONDS = 5
 _REMEDY = "check the name, or download the model where there is a network and give its folder"
+_UNNAMED_REMEDY = "name a folder, a config.json, smollm2, or a hub id"
 
 
 def find_config(model: str | os.PathLike[str]) -> ModelConfig:
@@ -32,6 +33,8 @@ def find_config(model: str | os.PathLike[str]) -> ModelConfig:
         return ModelConfig.read(path)
     if text.lower() in EMBEDDED:
         return embedded_config(text.lower())
+    if not text.strip():
+        raise ModelNotFound("no model is named", knob="model", value=text, remedy=_UNNAMED_REMEDY)
     if is_folder:
         raise ModelNotFound(f"{text}: the folder holds no config.json", knob="model", value=text, remedy=_REMEDY)
     if not _HUB_ID.match(text) or len(text) > _HUB_ID_LENGTH or text.endswith(".json"):

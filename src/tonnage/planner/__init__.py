@@ -7,6 +7,7 @@ with one thing changed at a time, and only changes that really plan are suggeste
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.config import ModelConfig, refuse_unsupported
@@ -15,9 +16,9 @@ from tonnage.costs.models import find_config
 from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
-from tonnage.planner.claims import claims_for
+from tonnage.planner.claims import claims_for, unlisted
 from tonnage.planner.limits import resolve_limits
-from tonnage.planner.question import Question, answer, check_knobs
+from tonnage.planner.question import Question, answer, check_knobs, listed_claims
 from tonnage.planner.remedies import with_remedies
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
 
@@ -61,11 +62,10 @@ def plan_measured(
     """The plan of one rank from what its probes measured, by the same arithmetic.
 
     The device's size is ``measured.device_bytes``, whatever the card says. ``page_bytes`` defaults to the card's.
-    ``extra_claims`` come beside those of ``claims_for``; ``versions`` (torch, driver ...) enter the fingerprint.
-    The probes must have run at the limits that come out of ``limit_knobs``. Raises as ``plan_without_device``.
+    ``extra_claims`` come beside those of ``claims_for``; one of a name that is already there counts once and must
+    cost the same at the limits that come out of ``limit_knobs``, else ``ValueError``. The probes must have run at
+    those limits. ``versions`` (torch, driver ...) enter the fingerprint. Raises as ``plan_without_device``.
     """
-    from dataclasses import replace
-
     question = _question(
         config,
         card=card.with_total(measured.device_bytes),
@@ -81,10 +81,19 @@ def plan_measured(
             measured=measured,
             weights=measured.weights,
             page_bytes=page_bytes or card.page_bytes,
-            extra_claims=tuple(extra_claims),
+            extra_claims=_unlisted(question, extra_claims),
             versions=tuple(sorted((versions or {}).items())),
         )
     )
+
+
+def _unlisted(question: Question, extra: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Compared once, at the limits asked for: a search for other limits changes the listed claims and not these."""
+    if not extra:
+        return ()
+    check_knobs(question.knobs)
+    limits, _ = resolve_limits(question.config, question.limit_knobs, device_kind=question.card.kind)
+    return unlisted(listed_claims(question, limits), extra)
 
 
 def _question(

@@ -40,6 +40,24 @@ def claims_for(
     )
 
 
+def unlisted(listed: Sequence[Claim], extra: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Those of ``extra`` whose names are not in ``listed``: a claim counts once, whoever says it and how often.
+
+    Raises ``ValueError`` where two claims of one name differ in what they cost: that is a defect of ours.
+    """
+    known = {claim.name: claim for claim in listed}
+    found = []
+    for claim in extra:
+        same = known.setdefault(claim.name, claim)
+        if (same.cost, same.applies) != (claim.cost, claim.applies):
+            raise ValueError(
+                f"two claims are named {claim.name!r}, of {same.owner} and {claim.owner}, and cost unalike"
+            )
+        if same is claim:
+            found.append(claim)
+    return tuple(found)
+
+
 def without(claims: Sequence[Claim], disabled: frozenset[str]) -> tuple[Claim, ...]:
     """The claims with some switched off by name. Raises ``InvalidSetting`` for one that cannot be."""
     optional = {claim.name for claim in claims if claim.can_disable}

@@ -6,11 +6,14 @@ from tonnage.config import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS, Limit
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import InvalidSetting
 
+#: Defaults on the host device: a probe of 8,192 tokens would take tens of seconds on a CPU.
+HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS = 32, 512
+
 
 def resolve_limits(
-    config: ModelConfig, asked: LimitKnobs, *, fitted_seq_len: int | None = None
+    config: ModelConfig, asked: LimitKnobs, *, device_kind: str = "cuda", fitted_seq_len: int | None = None
 ) -> tuple[Limits, LimitKnobs]:
-    """Limits, and the settings they come from (now with a value each).
+    """Limits, and the settings they come from (now with a value each); ``device_kind`` chooses the defaults.
 
     Every running sequence may decode a token in every step, so a step computes at least ``max_batch_size`` tokens:
     a smaller ``max_num_tokens`` lowers a batch size left open, and is refused beside one that was asked for.
@@ -22,7 +25,7 @@ def resolve_limits(
         _check_positive(name, getattr(asked, name))
     seq_len = _seq_len(config, asked.max_seq_len, fitted_seq_len)
     longest = asked.max_seq_len.or_else(config.max_position_embeddings)
-    batch, tokens = _batch_and_tokens(asked, seq_len=longest)
+    batch, tokens = _batch_and_tokens(asked, seq_len=longest, on_host=device_kind == "host")
     settings = LimitKnobs(max_seq_len=seq_len, max_batch_size=batch, max_num_tokens=tokens)
     num_rows, num_tokens = batch.or_else(1), tokens.or_else(1)
     limits = Limits(
@@ -50,16 +53,19 @@ def _seq_len(config: ModelConfig, asked: Setting[int], fitted: int | None) -> Se
     return asked
 
 
-def _batch_and_tokens(asked: LimitKnobs, *, seq_len: int) -> tuple[Setting[int], Setting[int]]:
+def _batch_and_tokens(asked: LimitKnobs, *, seq_len: int, on_host: bool) -> tuple[Setting[int], Setting[int]]:
     batch, tokens = asked.max_batch_size, asked.max_num_tokens
+    where = "host device" if on_host else None
     if batch.value is None:
-        rows = min(DEFAULT_MAX_BATCH_SIZE, tokens.or_else(DEFAULT_MAX_BATCH_SIZE))
-        batch = Setting(rows, None, Origin.DEFAULT, None if rows == DEFAULT_MAX_BATCH_SIZE else "max_num_tokens")
+        usual = HOST_MAX_BATCH_SIZE if on_host else DEFAULT_MAX_BATCH_SIZE
+        rows = min(usual, tokens.or_else(usual))
+        batch = Setting(rows, None, Origin.DEFAULT, where if rows == usual else "max_num_tokens")
     rows = batch.or_else(1)
     if tokens.value is None:
-        default = max(rows, min(DEFAULT_MAX_NUM_TOKENS, rows * seq_len))
-        where = None if default == DEFAULT_MAX_NUM_TOKENS else "max_batch_size x max_seq_len"
-        tokens = Setting(default, None, Origin.DEFAULT, where)
+        usual = HOST_MAX_NUM_TOKENS if on_host else DEFAULT_MAX_NUM_TOKENS
+        default = max(rows, min(usual, rows * seq_len))
+        reason = "max_batch_size" if default > usual else "max_batch_size x max_seq_len"
+        tokens = Setting(default, None, Origin.DEFAULT, where if default == usual else reason)
     elif tokens.value < rows:
         raise InvalidSetting(
             "max_num_tokens",

@@ -6,6 +6,7 @@ from tonnage.config import Limits
 from tonnage.costs.activations import forward_peak, predicted, reserved_for, sampler_bytes
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.context import context_bytes, graph_bytes, library_bytes
+from tonnage.costs.ranks import rank_shape
 from tonnage.hardware import Card
 from tonnage.terms import Measured, Quantity, Rank, Source, StagePeak, StepShape
 
@@ -42,6 +43,8 @@ def _stages(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtyp
         peak = forward_peak(config, num_tokens=shape.num_tokens, logits_rows=rows, dtype=dtype, rank=rank)
         allocated = predicted(peak.bytes, ref=f"costs.activations: {peak.phase} phase of {shape.num_tokens:,} tokens")
         found.append(_stage(name, shape, allocated, card.kind))
+    if not rank_shape(config, rank).has_head:
+        return tuple(found)  # only the last pipeline stage samples
     sampled = sampler_bytes(config, logits_rows=rows, dtype=dtype)
     allocated = predicted(sampled, ref=f"costs.activations: {rows:,} rows of logits and their log-probabilities")
     found.append(_stage("sampler", decode, allocated, card.kind))

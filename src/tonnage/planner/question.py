@@ -50,6 +50,10 @@ class Question:
     def block_tokens(self) -> int:
         return self.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
 
+    @property
+    def kv_dtype(self) -> str:
+        return self.knobs.kv_dtype.or_else(self.dtype)
+
 
 def answer(question: Question) -> MemoryPlan:
     """The plan, with the largest max_seq_len that fits where it was left open and the model's own does not.
@@ -110,26 +114,16 @@ def _check_size(name: str, value: object, *, least: int) -> None:
 def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
     """One run of the arithmetic; ``fitted`` stands in for a max_seq_len that was left open."""
     config, knobs, card = question.config, question.knobs, question.card
-    limits, settings = resolve_limits(config, question.limit_knobs, fitted_seq_len=fitted)
-    kv_dtype = knobs.kv_dtype.or_else(question.dtype)
-    block_tokens = question.block_tokens
-    layout = kv_layout(config, kv_dtype=kv_dtype, block_tokens=block_tokens, rank=question.rank)
-    claims = claims_for(
-        config,
-        limits,
-        backend=question.backend,
-        kv_dtype=kv_dtype,
-        block_tokens=block_tokens,
-        rank=question.rank,
-        device_kind=card.kind,
-    )
+    limits, settings = resolve_limits(config, question.limit_knobs, device_kind=card.kind, fitted_seq_len=fitted)
+    layout = kv_layout(config, kv_dtype=question.kv_dtype, block_tokens=question.block_tokens, rank=question.rank)
+    claims = (*listed_claims(question, limits), *question.extra_claims)
     return plan(
         PlanInputs(
             device_name=card.name,
             model_name=config.name,
             chip=card.chip,
             measured=question.measured or _predicted(question, limits),
-            claims=without((*claims, *question.extra_claims), knobs.disabled_claims),
+            claims=without(claims, knobs.disabled_claims),
             layout=layout,
             page_bytes=question.page_bytes,
             knobs=knobs,
@@ -138,6 +132,19 @@ def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
             fingerprint=fingerprint(question, limits),
             warnings=_warnings(question, limits, fitted),
         )
+    )
+
+
+def listed_claims(question: Question, limits: Limits) -> tuple[Claim, ...]:
+    """What ``claims_for`` knows of this question at ``limits``; claims of others come beside these."""
+    return claims_for(
+        question.config,
+        limits,
+        backend=question.backend,
+        kv_dtype=question.kv_dtype,
+        block_tokens=question.block_tokens,
+        rank=question.rank,
+        device_kind=question.card.kind,
     )
 
 
@@ -174,7 +181,11 @@ def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[s
 
 
 def fingerprint(question: Question, limits: Limits) -> str:
-    """SHA-256 over canonical JSON of what the plan depends on: equal fingerprints, equal plans and equal probes."""
+    """SHA-256 over canonical JSON of what was asked, of which model, on which kind of device.
+
+    Closed forms give equal plans for equal fingerprints. Measured figures and extra claims are not in it: probes may
+    differ from start to start, and with libraries and drivers, whose versions enter only where the caller gave them.
+    """
     config, rank = question.config, question.rank
     known: Mapping[str, object] = {
         "model": dict(config.raw) or {"name": config.name},

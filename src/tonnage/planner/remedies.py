@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from tonnage.budget.search import largest, smallest
-from tonnage.config import DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Origin, Setting
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Limits, Origin, Setting
 from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit, UserError
+from tonnage.planner.limits import resolve_limits
 from tonnage.planner.question import Question, answer
 from tonnage.units import MiB, TiB, ceil_div, format_bytes
 
@@ -75,6 +77,11 @@ def _priced(question: Question, name: str, value: int) -> Question:
     return replace(question, knobs=replace(question.knobs, **changed))
 
 
+def _in_force(aim: Question) -> Limits:
+    """What a limit is lowered from: defaults of the device included."""
+    return resolve_limits(aim.config, aim.limit_knobs, device_kind=aim.card.kind)[0]
+
+
 def _smaller_seq_len(aim: Question) -> str | None:
     asked = aim.limit_knobs.max_seq_len.or_else(1)
     found = largest(lambda n: plans(_limited(aim, "max_seq_len", n)), low=1, high=asked - 1)
@@ -85,16 +92,16 @@ def _smaller_num_tokens(aim: Question) -> str | None:
     if aim.measured is not None:
         return None  # the probes ran at this size; a smaller one would have to be measured again
     least = aim.limit_knobs.max_batch_size.or_else(1)
-    asked = aim.limit_knobs.max_num_tokens.or_else(8192)
-    found = largest(lambda n: plans(_limited(aim, "max_num_tokens", n)), low=least, high=asked - 1)
+    now = _in_force(aim).max_num_tokens
+    found = largest(lambda n: plans(_limited(aim, "max_num_tokens", n)), low=least, high=now - 1)
     return None if found is None else f"lower max_num_tokens to {found}"
 
 
 def _smaller_batch(aim: Question) -> str | None:
     if aim.measured is not None:
         return None
-    asked = aim.limit_knobs.max_batch_size.or_else(256)
-    found = largest(lambda n: plans(_limited(aim, "max_batch_size", n)), low=1, high=asked - 1)
+    now = _in_force(aim).max_batch_size
+    found = largest(lambda n: plans(_limited(aim, "max_batch_size", n)), low=1, high=now - 1)
     return None if found is None else f"lower max_batch_size to {found}"
 
 
@@ -120,10 +127,22 @@ def _raised(name: str, unit: int) -> Callable[[Question], str | None]:
     return find
 
 
-def _whole_fraction(aim: Question) -> str | None:
-    if not aim.knobs.kv_fraction.is_set or not plans(replace(aim, knobs=replace(aim.knobs, kv_fraction=Setting()))):
+def _larger_fraction(aim: Question) -> str | None:
+    """The smallest share that works, in thousandths; where none of them does, all of it."""
+    now = aim.knobs.kv_fraction.value
+    if now is None:
         return None
-    return "leave kv_fraction out (all of it)"
+
+    def with_share(share: Setting[Fraction]) -> Question:
+        return replace(aim, knobs=replace(aim.knobs, kv_fraction=share))
+
+    def enough(thousandths: int) -> bool:
+        return plans(with_share(Setting(Fraction(thousandths, 1000), None, Origin.FIT, None)))
+
+    found = smallest(enough, low=int(now * 1000) + 1, high=999)
+    if found is not None:
+        return f"raise kv_fraction to {found / 1000:g}"
+    return "leave kv_fraction out (all of it)" if plans(with_share(Setting())) else None
 
 
 def _less_keep_free(aim: Question) -> str | None:
@@ -136,11 +155,23 @@ def _more_memory(aim: Question) -> str | None:
     size = _enough_memory(aim)
     if size is not None:
         return f"use a device of at least {size}" if aim.card.sm else f"give it {size} of memory"
-    if not aim.knobs.total_bytes.is_set or plans(replace(aim, knobs=replace(aim.knobs, total_bytes=Setting()))):
-        return None
-    # Neither more memory nor a higher cap is enough alone.
-    size = _enough_memory(replace(aim, knobs=replace(aim.knobs, total_bytes=Setting())))
-    return None if size is None else f"leave total_bytes out and give it {size} of memory"
+    return _more_memory_and_no_cap(aim)
+
+
+def _more_memory_and_no_cap(aim: Question) -> str | None:
+    """For where neither more memory nor a higher cap is enough alone."""
+    for names in (("total_bytes",), ("kv_fraction",), ("total_bytes", "kv_fraction")):
+        if not all(getattr(aim.knobs, name).is_set for name in names):
+            continue
+        changed: dict[str, Any] = {name: Setting() for name in names}
+        free = replace(aim, knobs=replace(aim.knobs, **changed))
+        left_out = ", ".join(f"leave {name} out" for name in names)
+        if plans(free):
+            return left_out if len(names) > 1 else None  # one cap alone has a remedy of its own
+        size = _enough_memory(free)
+        if size is not None:
+            return f"{left_out} and give it {size} of memory"
+    return None
 
 
 def _enough_memory(aim: Question) -> str | None:
@@ -168,7 +199,7 @@ _REMEDIES: tuple[Callable[[Question], str | None], ...] = (
     _raised("kv_bytes", MiB),
     _raised("kv_tokens", 1),
     _raised("total_bytes", MiB),
-    _whole_fraction,
+    _larger_fraction,
     _less_keep_free,
     _more_memory,
 )
