@@ -209,8 +209,8 @@ def test_no_arguments_show_the_help(tonnage: Program) -> None:
 @pytest.mark.parametrize("verb", ["plan", "run"])
 def test_the_help_says_defaults_of_planner_and_host(tonnage: Program, verb: str) -> None:
     told = " ".join(tonnage(verb, "--help").out.split())
-    assert f"(default {DEFAULT_MAX_BATCH_SIZE}; when run on the host, 32)" in told
-    assert f"(default {DEFAULT_MAX_NUM_TOKENS}; when run on the host, 512)" in told
+    assert f"(default {DEFAULT_MAX_BATCH_SIZE}; 32 on the host)" in told
+    assert f"(default {DEFAULT_MAX_NUM_TOKENS}; 512 on the host)" in told
 
 
 @pytest.mark.parametrize("command", ["report zero.json", "report nested.json", "diff plan.json zero.json"])

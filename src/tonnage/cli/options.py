@@ -32,12 +32,11 @@ Dtype = Annotated[Text, _option("--dtype", "NAME", "Dtype of the weights (defaul
 MaxSeqLen = Annotated[
     Text, _option("--max-seq-len", "N", "Tokens of one sequence, prompt and output (default: the model's length).")
 ]
-# The engine on the host starts from smaller shapes than the planner does without an engine, for any device.
 MaxBatchSize = Annotated[
-    Text, _option("--max-batch-size", "N", "Sequences running at once (default 256; when run on the host, 32).")
+    Text, _option("--max-batch-size", "N", "Sequences running at once (default 256; 32 on the host).")
 ]
 MaxNumTokens = Annotated[
-    Text, _option("--max-num-tokens", "N", "Tokens computed in one step (default 8192; when run on the host, 512).")
+    Text, _option("--max-num-tokens", "N", "Tokens computed in one step (default 8192; 512 on the host).")
 ]
 
 TotalBytes = Annotated[Text, _option("--total-bytes", "SIZE", "Cap on everything the engine takes.")]
