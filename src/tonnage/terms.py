@@ -305,7 +305,8 @@ class Claim:
 class Line:
     """A named share of the device, >= 0. Top-level lines are a partition: they sum exactly to ``device_bytes``.
 
-    ``children`` detail a line. Children of the transient line do not coexist: the line is their maximum.
+    ``children`` detail a line. Children of the transient line do not coexist: the line is their maximum. Two lines
+    may share a kind: what the allocator adds to the transient tensors is the line "fragmentation", also TRANSIENT.
     """
 
     name: str
@@ -395,10 +396,11 @@ class MemoryPlan:
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
 
     def line(self, kind: LineKind) -> Line | None:
-        """The top-level line of that kind, or None where the plan has none."""
+        """The first top-level line of that kind, or None where the plan has none."""
         return next((line for line in self.lines if line.kind == kind), None)
 
     def bytes_of(self, kind: LineKind) -> int:
+        """Bytes of all top-level lines of that kind."""
         return sum(line.bytes for line in self.lines if line.kind == kind)
 
 

@@ -26,5 +26,5 @@ def deferred_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-        if caught:
-            previous(*caught[0])
+        for one in caught:  # a second Ctrl-C may mean more than the first
+            previous(*one)

@@ -83,7 +83,7 @@ class _Startup:
         with self.stage("probe", remedy="lower --max-num-tokens or --max-batch-size, or give more --memory"):
             measured = self.measure()
         with self.stage("plan", remedy="report this as a defect"):
-            self.plan = self.target.plan(self.site.card, measured, claims=self.dispatcher.claims(self.target.limits()))
+            self.plan = self.target.plan(self.site.card, measured, claims=self.dispatcher.claims(self.target.limits))
         with self.stage("build", remedy="give more --memory, or raise --keep-free-bytes"):
             runtime = self.build()
         with self.stage("close", remedy="raise --keep-free-bytes, or lower --max-num-tokens"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tonnage.config import DEFAULT_BLOCK_TOKENS, DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Limits, Origin, Setting
+from tonnage.config import DEFAULT_BLOCK_TOKENS, DEFAULT_KEEP_FREE_BYTES, Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.kv import kv_layout
@@ -20,18 +20,19 @@ from tonnage.engine.options import EngineOptions
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
 from tonnage.layout import KVLayout
-from tonnage.planner import check_knobs, claims_for, plan_measured, plan_without_device, resolve_limits
+from tonnage.planner import check_knobs, plan_measured, plan_without_device, resolve_limits
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
 
-#: On the host a probe of 8,192 tokens would take tens of seconds.
-HOST_BATCH_SIZE, HOST_NUM_TOKENS = 32, 512
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """``limit_knobs`` with the defaults of the device filled in; ``dtype`` of weights, cache and compute."""
+    """``limits`` as far as they are known before the plan, which may still lower a max_seq_len that was left open.
+
+    ``dtype`` is that of weights, cache and compute.
+    """
 
     options: EngineOptions
     folder: Path
@@ -40,7 +41,7 @@ class Target:
     dtype: str
     weights: WeightsLayout
     kv: KVLayout
-    limit_knobs: LimitKnobs
+    limits: Limits
     rank: Rank
 
     @classmethod
@@ -58,8 +59,7 @@ class Target:
             rank=rank,
         )
         _require_same_dtype(kv, dtype, backend=options.attention)
-        limit_knobs = _with_host_defaults(options.limit_knobs)
-        resolve_limits(config, limit_knobs)
+        limits, _ = resolve_limits(config, options.limit_knobs, device_kind="host")
         weights = weights_layout(config, dtype=dtype, rank=rank)
         return cls(
             options=options,
@@ -69,7 +69,7 @@ class Target:
             dtype=dtype,
             weights=weights,
             kv=kv,
-            limit_knobs=limit_knobs,
+            limits=limits,
             rank=rank,
         )
 
@@ -77,13 +77,9 @@ class Target:
     def block_tokens(self) -> int:
         return self.kv.groups[0].block_tokens
 
-    def limits(self) -> Limits:
-        """The limits as far as they are known before the plan, which may still lower a max_seq_len left open."""
-        return resolve_limits(self.config, self.limit_knobs)[0]
-
     def probe_limits(self) -> Limits:
         """The limits in force, but sequences no longer than a full step: the probes need no more scratch than that."""
-        limits = self.limits()
+        limits = self.limits
         return replace(limits, max_seq_len=min(limits.max_seq_len, limits.max_num_tokens + 1))
 
     def scratch(self) -> tuple[Scratch, ...]:
@@ -110,7 +106,7 @@ class Target:
             self.config,
             card=card,
             knobs=self.options.knobs,
-            limit_knobs=self.limit_knobs,
+            limit_knobs=self.options.limit_knobs,
             dtype=self.dtype,
             rank=self.rank,
             backend=self.options.attention,
@@ -121,18 +117,16 @@ class Target:
 
         ``claims`` are the resource managers'; those that the planner knows by itself count once.
         """
-        known = {claim.name for claim in claims_for(self.config, self.limits(), device_kind=card.kind)}
-        extra_claims = [claim for claim in claims if claim.name not in known]
         return plan_measured(
             self.config,
             card=card,
             measured=measured,
             knobs=self.options.knobs,
-            limit_knobs=self.limit_knobs,
+            limit_knobs=self.options.limit_knobs,
             dtype=self.dtype,
             rank=self.rank,
             backend=self.options.attention,
-            extra_claims=extra_claims,
+            extra_claims=claims,
             versions={"torch": version("torch"), "transformers": version("transformers")},
         )
 
@@ -142,16 +136,6 @@ def _shown_name(model: str) -> str:
     if Path(model).expanduser().exists():
         return ""
     return EMBEDDED[model.lower()][1] if model.lower() in EMBEDDED else model
-
-
-def _with_host_defaults(asked: LimitKnobs) -> LimitKnobs:
-    batch, tokens = asked.max_batch_size, asked.max_num_tokens
-    if not batch.is_set:
-        rows = min(HOST_BATCH_SIZE, tokens.or_else(HOST_BATCH_SIZE))
-        batch = Setting(rows, None, Origin.DEFAULT, "host device")
-    if not tokens.is_set:
-        tokens = Setting(max(HOST_NUM_TOKENS, batch.or_else(1)), None, Origin.DEFAULT, "host device")
-    return replace(asked, max_batch_size=batch, max_num_tokens=tokens)
 
 
 def _require_same_dtype(kv: KVLayout, dtype: str, *, backend: str) -> None:
