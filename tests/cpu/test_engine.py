@@ -10,7 +10,7 @@ import torch
 
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import EngineOptions, Finish, start
-from tonnage.errors import InputError, RequestRefused
+from tonnage.errors import DoesNotFit, InputError, RequestRefused
 from tonnage.terms import LineKind
 from tonnage.units import MiB
 
@@ -366,3 +366,21 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(narrow):
         reached += interrupted
     print(f"\ninterrupted at {reached} of {total} lines")
     assert reached > 50
+
+
+def test_the_default_of_max_tokens_stops_at_the_end_of_the_sequence(engine):
+    request = engine.request("d", token_ids=[7] * 100, max_tokens=None)
+    assert request.max_tokens == 28
+    with pytest.raises(RequestRefused, match="too long"):
+        engine.request("d", token_ids=[7] * 128, max_tokens=None)
+
+
+def test_the_cap_holds_for_the_probes_too(tiny_llama):
+    """A device too small to try a full step on is refused before the step is tried, with what it would take."""
+    from dataclasses import replace
+
+    asked = options(tiny_llama, max_batch_size=64, max_num_tokens=4096, max_seq_len=256)
+    with pytest.raises(DoesNotFit) as refused:
+        start(replace(asked, memory_bytes=24 * MiB, knobs=Knobs(keep_free_bytes=Setting(0))))
+    assert refused.value.need_bytes > refused.value.have_bytes
+    assert refused.value.remedies

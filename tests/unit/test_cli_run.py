@@ -42,7 +42,7 @@ def test_a_prompt_becomes_text_and_a_ledger(tonnage: Program, engine: FakeEngine
     assert engine.closed
     assert engine.options.memory_bytes == 1500 * 2**20
     assert engine.asked[0]["messages"] == [{"role": "user", "content": "hello"}]
-    assert engine.asked[0]["max_tokens"] == 128
+    assert engine.asked[0]["max_tokens"] is None  # the engine's own default, which stops at max_seq_len
 
 
 def test_settings_reach_the_engine_with_their_flags(tonnage: Program, engine: FakeEngine) -> None:
@@ -277,3 +277,18 @@ def test_the_bar_draws() -> None:
     display.step(Progress(), done=5)  # type: ignore[arg-type]
     display.close()
     display.close()
+
+
+def test_results_never_replace_their_input(tonnage: Program, engine: FakeEngine, tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "hello"}\n')
+    for flag in ("--output", "--run-file"):
+        ended = tonnage("run", "m", "--input", str(lines), flag, str(lines), "--force", "--memory", "1500MiB")
+        assert ended.code == 2
+        assert f"{flag} and --input are the same file" in ended.err
+    assert lines.read_text() == '{"prompt": "hello"}\n'
+
+
+def test_json_without_an_output_file_holds_the_results(tonnage: Program, engine: FakeEngine) -> None:
+    ended = tonnage("run", "m", "--prompt", "hello", "--memory", "1500MiB", "--json")
+    assert [record["text"] for record in json.loads(ended.out)["results"]] == ["you said hello"]

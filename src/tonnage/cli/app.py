@@ -143,7 +143,9 @@ def _pipe_closed() -> int:
 
 
 def _print_anything() -> None:
-    """A terminal that cannot show a character gets a question mark instead of an exception."""
+    """A terminal that cannot show a character gets a question mark, a closed stream nothing; neither an exception."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

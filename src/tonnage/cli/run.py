@@ -43,9 +43,12 @@ RunFilePath = Annotated[
     typer.Option("--run-file", metavar="FILE", help="Keep counts, ledger and plan as JSON.", show_default=False),
 ]
 MaxTokens = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--max-tokens", metavar="N", help="Tokens to generate for a request (default 128).", show_default=False
+        "--max-tokens",
+        metavar="N",
+        help="Tokens to generate for a request (default: 128, or what fits).",
+        show_default=False,
     ),
 ]
 Chat = Annotated[
@@ -62,7 +65,7 @@ def run(
     output: Output = None,
     run_file: RunFilePath = None,
     memory: opt.Memory = None,
-    max_tokens: MaxTokens = "128",
+    max_tokens: MaxTokens = None,
     chat: Chat = None,
     max_seq_len: opt.MaxSeqLen = None,
     max_batch_size: opt.MaxBatchSize = None,
@@ -96,8 +99,8 @@ def run(
         "model": model, "memory_bytes": opt.read_bytes(memory, "--memory"), "knobs": knobs, "limit_knobs": limits,
         "dtype": opt.read_dtype(dtype),
     }  # fmt: skip
-    num_tokens = parse_count(max_tokens, knob="--max-tokens")
-    _check_files(output, run_file, as_json=as_json, force=force)
+    num_tokens = None if max_tokens is None else parse_count(max_tokens, knob="--max-tokens")
+    _check_files(output, run_file, input_file, as_json=as_json, force=force)
     asks = read_asks(prompt or [], input_file)
     tally, result = _serve(
         settings, asks, max_tokens=num_tokens, chat=chat, output=output, as_json=as_json, force=force
@@ -131,7 +134,9 @@ def read_asks(prompts: list[str], input_file: str | None) -> Asks:
         raise InputError(f"--input {input_file} cannot be read: {fault.strerror}", knob="--input") from None
 
 
-def _check_files(output: str | None, run_file: str | None, *, as_json: bool, force: bool) -> None:
+def _check_files(
+    output: str | None, run_file: str | None, input_file: str | None, *, as_json: bool, force: bool
+) -> None:
     """Whatever is wrong with the output files is told before a model is loaded."""
     from tonnage.report import check_writable
 
@@ -141,17 +146,24 @@ def _check_files(output: str | None, run_file: str | None, *, as_json: bool, for
         )
     if output is not None and output == run_file:
         raise UserError(f"--output and --run-file both write {output}", remedy="give them two names")
+    for flag, file in (("--output", output), ("--run-file", run_file)):
+        if file not in (None, "-") and input_file not in (None, "-") and _is_same(str(file), str(input_file)):
+            raise UserError(f"{flag} and --input are the same file, {file}", remedy=f"give {flag} a file of its own")
     if output not in (None, "-"):
         check_writable(str(output), force=force, flag="--output")
     if run_file is not None:
         check_writable(run_file, force=force, flag="--run-file")
 
 
+def _is_same(one: str, other: str) -> bool:
+    return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)
+
+
 def _serve(
     settings: dict[str, Any],
     asks: Asks,
     *,
-    max_tokens: int,
+    max_tokens: int | None,
     chat: bool | None,
     output: str | None,
     as_json: bool,
@@ -174,6 +186,7 @@ def _serve(
             if streams:
                 serving.tally.shown.clear()
                 print()
+            serving.tally.records = results.records
             return serving.tally, serving.tally.counted_into(engine.result())
 
 
@@ -208,9 +221,7 @@ def _print_token(_id: str, _token: int, text: str) -> None:
 def _show(result: RunResult, tally: Tally, asks: Asks, *, as_json: bool, output: str | None) -> None:
     """The end of a run: JSON alone, or some of the text and the ledger; failures always on stderr."""
     if as_json:
-        from tonnage.report import run_text
-
-        print(run_text(result), end="")
+        print(_json_text(result, tally), end="")
     else:
         from tonnage.report.draw import console_for
         from tonnage.report.run_table import show_run
@@ -223,6 +234,16 @@ def _show(result: RunResult, tally: Tally, asks: Asks, *, as_json: bool, output:
     sys.stdout.flush()
     for line in _failures(tally, asks, output):
         print(line, file=sys.stderr)
+
+
+def _json_text(result: RunResult, tally: Tally) -> str:
+    """The run file; with the results in it where ``--output`` does not keep them."""
+    import json
+
+    from tonnage.report import run_document
+
+    document = run_document(result) | ({"results": tally.records} if tally.records else {})
+    return json.dumps(document, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
 
 
 def _show_texts(tally: Tally, asks: Asks, *, kept: str | None) -> None:

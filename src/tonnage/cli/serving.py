@@ -30,9 +30,12 @@ class ResultLines:
     def __init__(self, path: str | None, *, force: bool) -> None:
         self.path, self._force = path, force
         self._out: IO[str] | None = sys.stdout if path == "-" else None
+        #: Every result, where no file keeps them: ``--json`` then shows them.
+        self.records: list[dict[str, Any]] = []
 
     def write(self, record: dict[str, Any]) -> None:
         if self.path is None:
+            self.records.append(record)
             return
         if self._out is None:
             self._out = self._open(Path(self.path))
@@ -60,6 +63,7 @@ class Tally:
     waited: int = 0
     failures: list[Failure] = field(default_factory=list)
     shown: dict[str, str] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
     stopped_by: int = 0
 
     @property
@@ -86,7 +90,7 @@ class Serving:
         self._to_show = {ask.id for ask in (asks.asks if asks.typed else asks.asks[:NUM_SHOWN])}
         self.tally = Tally()
 
-    def run(self, *, max_tokens: int, chat: bool, on_token: OnToken | None) -> None:
+    def run(self, *, max_tokens: int | None, chat: bool, on_token: OnToken | None) -> None:
         """Serve everything. An interrupt lets the step end, cancels what is left and returns.
 
         What had finished stays written. Raises ``KeyboardInterrupt`` for a second one.
@@ -106,7 +110,7 @@ class Serving:
         # read outside, where every signal that was noted has arrived
         self.tally.stopped_by = stop.number
 
-    def _submit(self, ask: Ask, *, max_tokens: int, chat: bool, on_token: OnToken | None) -> None:
+    def _submit(self, ask: Ask, *, max_tokens: int | None, chat: bool, on_token: OnToken | None) -> None:
         prompt, messages = ask.prompt, ask.messages
         if chat and prompt is not None:
             messages, prompt = [{"role": "user", "content": prompt}], None

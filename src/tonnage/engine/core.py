@@ -17,6 +17,7 @@ from tonnage.report import RunResult, StageRecord
 from tonnage.step import StepPlan, Txn
 from tonnage.terms import MemoryPlan
 
+DEFAULT_MAX_TOKENS = 128
 #: Time between two looks at the process's memory, which also make the heap give back what it keeps: a few milliseconds.
 SETTLE_EVERY_NS = 500 * 10**6
 
@@ -58,11 +59,13 @@ class Engine:
         prompt: str | None = None,
         messages: Sequence[Message] | None = None,
         token_ids: Sequence[int] | None = None,
-        max_tokens: int,
+        max_tokens: int | None = None,
         ignore_stop: bool = False,
         on_token: OnToken | None = None,
     ) -> Request:
         """A request from exactly one of a text, a conversation, or token ids; not submitted yet.
+
+        ``max_tokens`` left out is ``DEFAULT_MAX_TOKENS``, or what max_seq_len leaves after the prompt if that is less.
 
         Raises ``RequestRefused`` for one that can never be served, ``InputError`` for one that makes no sense.
         """
@@ -72,6 +75,8 @@ class Engine:
             ids = self.text.encode_chat(messages)
         else:
             ids = self.text.encode(prompt) if prompt is not None else list(token_ids or ())
+        if max_tokens is None:
+            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self.plan.limits.max_seq_len - len(ids)))
         request = Request(
             id=id,
             token_ids=ids,

@@ -19,6 +19,7 @@ from tonnage.device.host import HostDriver
 from tonnage.device.process import reset_peak, trim_heap
 from tonnage.engine.core import Engine
 from tonnage.engine.executor import Executor
+from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.options import EngineOptions
 from tonnage.engine.probe import Prober, trial_blocks
 from tonnage.engine.runtime import Runtime
@@ -27,12 +28,12 @@ from tonnage.engine.stages import StageMonitor
 from tonnage.engine.target import Target
 from tonnage.engine.text import Text
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
-from tonnage.errors import BufferOOM
+from tonnage.errors import DoesNotFit
 from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.resources.slots import SlotManager
-from tonnage.terms import LineKind, Measured, MemoryKind
+from tonnage.terms import LineKind, Measured, MemoryKind, worst_bytes
 from tonnage.units import MiB, format_bytes
 from tonnage.workspace import ScratchArena
 
@@ -64,7 +65,8 @@ def start(
     try:
         return startup.run()
     except BaseException as error:
-        startup.abandon(error)
+        with deferred_interrupts():
+            startup.abandon(error)
         raise
 
 
@@ -117,7 +119,8 @@ class _Startup:
         layout = self.target.weights
         arena = self.site.arena("weights", LineKind.WEIGHTS, reserve_bytes=layout.total_bytes)
         self.site.require_available(layout.total_bytes, "the weights")
-        arena.commit(layout.total_bytes)
+        with deferred_interrupts():
+            arena.commit(layout.total_bytes)
         load_shards(self.target.folder, place_parameters(self.model, layout, as_tensor(arena)))
 
     def measure(self) -> Measured:
@@ -125,12 +128,10 @@ class _Startup:
         self.reserve_pool()
         limits, layout = self.target.probe_limits(), self.target.kv
         num_blocks = trial_blocks(limits, block_tokens=self.target.block_tokens)
-        try:
+        self.require_room(num_blocks * layout.slab_bytes, limits)
+        with deferred_interrupts():
             self.pool_arena.commit(num_blocks * layout.slab_bytes)
             self.make_runner(limits, num_blocks=num_blocks)
-        except BufferOOM:
-            self.target.refuse(self.site.card)
-            raise
         prober = self.prober(limits)
         prober.warm_up()
         stages = prober.measure()
@@ -150,10 +151,11 @@ class _Startup:
     def build(self) -> Runtime:
         """Map the pool to its planned size and make what runs on it; what the probes used is dropped."""
         plan, ledger = self.plan, self.site.ledger
-        for arena in (self.pool_arena, self.scratch_arena):
-            arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
-        self.site.require_available(plan.kv.bytes, "the KV cache")
-        self.pool_arena.commit(plan.kv.bytes)
+        with deferred_interrupts():
+            for arena in (self.pool_arena, self.scratch_arena):
+                arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
+            self.site.require_available(plan.kv.bytes, "the KV cache")
+            self.pool_arena.commit(plan.kv.bytes)
         ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
         self.make_runner(plan.limits, num_blocks=plan.kv.num_slabs)
         tables = ledger.open(owner="kv tables", line=LineKind.TABLES, memory=MemoryKind.CPU)
@@ -221,6 +223,24 @@ class _Startup:
         )
         self.dispatcher = Dispatcher([slots, self.kv])
         self.executor = Executor(self.model, self.backend, scratch)
+
+    def require_room(self, pool_bytes: int, limits: Limits) -> None:
+        """Refuse where a full step cannot even be tried inside the cap: the cap holds for the probes too."""
+        scratch_bytes = worst_bytes(self.target.scratch(), limits, self.site.chip)
+        need = (self.site.driver.own_bytes() or 0) + pool_bytes + scratch_bytes + self.target.step_bytes(limits)
+        have = self.target.room_bytes(self.site.card)
+        if need <= have:
+            return
+        self.target.refuse(self.site.card)
+        limits_told = f"{limits.max_num_tokens} tokens and {limits.max_batch_size} sequences"
+        raise DoesNotFit(
+            f"A step of {limits_told} cannot be tried inside the cap",
+            need_bytes=need,
+            have_bytes=have,
+            need=f"{format_bytes(need)} with {format_bytes(pool_bytes)} of KV cache for one such step",
+            have=f"{format_bytes(have)}, {format_bytes(need - have)} short",
+            remedies=["lower max_num_tokens and max_batch_size", f"give {format_bytes(need - have)} more memory"],
+        )
 
     def prober(self, limits: Limits) -> Prober:
         known = [self.pool, *self.model.parameters(), *self.model.buffers()]

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tonnage.config import DEFAULT_BLOCK_TOKENS, DEFAULT_KEEP_FREE_BYTES, Limits
+from tonnage.costs.activations import forward_peak
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.kv import kv_layout
@@ -95,10 +96,19 @@ class Target:
 
     def refuse_hopeless(self, card: Card) -> None:
         """Before a byte is read: weights that cannot fit whatever the probes would show. The planner tells the sum."""
-        knobs, total = self.options.knobs, card.total_bytes
-        room = min(total - knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES), knobs.total_bytes.or_else(total))
-        if self.weights.total_bytes > room:
+        if self.weights.total_bytes > self.room_bytes(card):
             self.refuse(card)
+
+    def room_bytes(self, card: Card) -> int:
+        """What the engine may take in all, by device, ``keep_free_bytes`` and ``total_bytes``."""
+        knobs, total = self.options.knobs, card.total_bytes
+        return min(total - knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES), knobs.total_bytes.or_else(total))
+
+    def step_bytes(self, limits: Limits) -> int:
+        """Activations of the largest step, by the planner's closed form."""
+        return forward_peak(
+            self.config, num_tokens=limits.max_num_tokens, logits_rows=limits.max_logits_rows, dtype=self.dtype
+        ).bytes
 
     def refuse(self, card: Card) -> None:
         """Raise the planner's ``DoesNotFit`` if it has no plan either; its closed forms are on the careful side."""
@@ -145,5 +155,6 @@ def _require_same_dtype(kv: KVLayout, dtype: str, *, backend: str) -> None:
             "kv_dtype",
             kv_dtype,
             f"attention backend {backend!r} needs keys in the dtype it computes in, {dtype}",
-            remedy=f"leave kv_dtype out, or run the whole model with dtype {kv_dtype}",
+            remedy="leave kv_dtype out"
+            + (f", or run the whole model with dtype {kv_dtype}" if kv_dtype in COMPUTE_DTYPES else ""),
         )

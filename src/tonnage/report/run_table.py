@@ -124,9 +124,10 @@ def memory_text(result: RunResult) -> Text:
 
 
 def planned_own_bytes(result: RunResult) -> int:
-    """What the plan lets this engine hold: the device less what it leaves alone and what others hold."""
+    """What the plan lets this engine hold: the device less what is left alone, held by others, or left by a cap."""
     plan = result.plan
-    return plan.device_bytes - plan.bytes_of(LineKind.KEEP_FREE) - plan.bytes_of(LineKind.FOREIGN)
+    others = (LineKind.KEEP_FREE, LineKind.FOREIGN, LineKind.SLACK)
+    return plan.device_bytes - sum(plan.bytes_of(kind) for kind in others)
 
 
 def _change(before: int | None, after: int | None) -> str:
