@@ -34,7 +34,7 @@ from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.resources.slots import SlotManager
 from tonnage.terms import LineKind, Measured, MemoryKind, worst_bytes
-from tonnage.units import MiB, format_bytes
+from tonnage.units import MiB, format_bytes, round_up
 from tonnage.workspace import ScratchArena
 
 #: Owner of what comes and goes inside steps.
@@ -128,13 +128,16 @@ class _Startup:
         self.reserve_pool()
         limits, layout = self.target.probe_limits(), self.target.kv
         num_blocks = trial_blocks(limits, block_tokens=self.target.block_tokens)
-        self.require_room(num_blocks * layout.slab_bytes, limits)
+        scratch_bytes = worst_bytes(self.target.scratch(), limits, self.site.chip)
+        growth = num_blocks * layout.slab_bytes + scratch_bytes + self.target.step_bytes(limits)
+        self.require_room(growth, limits)
         with deferred_interrupts():
             self.pool_arena.commit(num_blocks * layout.slab_bytes)
             self.make_runner(limits, num_blocks=num_blocks)
         prober = self.prober(limits)
         prober.warm_up()
         stages = prober.measure()
+        self.require_room(max(stage.reserved.bytes for stage in stages), limits)
         return Measured(
             rank=self.target.rank,
             device_bytes=self.site.driver.capacity_bytes,
@@ -154,6 +157,7 @@ class _Startup:
         with deferred_interrupts():
             for arena in (self.pool_arena, self.scratch_arena):
                 arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
+            reset_peak()
             self.site.require_available(plan.kv.bytes, "the KV cache")
             self.pool_arena.commit(plan.kv.bytes)
         ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
@@ -224,22 +228,22 @@ class _Startup:
         self.dispatcher = Dispatcher([slots, self.kv])
         self.executor = Executor(self.model, self.backend, scratch)
 
-    def require_room(self, pool_bytes: int, limits: Limits) -> None:
-        """Refuse where a full step cannot even be tried inside the cap: the cap holds for the probes too."""
-        scratch_bytes = worst_bytes(self.target.scratch(), limits, self.site.chip)
-        need = (self.site.driver.own_bytes() or 0) + pool_bytes + scratch_bytes + self.target.step_bytes(limits)
+    def require_room(self, growth_bytes: int, limits: Limits) -> None:
+        """Refuse where a full step does not fit into the cap beside what is there: the cap holds for probes too."""
+        trim_heap()
+        need = (self.site.driver.own_bytes() or 0) + growth_bytes
         have = self.target.room_bytes(self.site.card)
         if need <= have:
             return
         self.target.refuse(self.site.card)
         limits_told = f"{limits.max_num_tokens} tokens and {limits.max_batch_size} sequences"
         raise DoesNotFit(
-            f"A step of {limits_told} cannot be tried inside the cap",
+            f"A full step of {limits_told} does not fit into the cap beside the weights",
             need_bytes=need,
             have_bytes=have,
-            need=f"{format_bytes(need)} with {format_bytes(pool_bytes)} of KV cache for one such step",
+            need=f"{format_bytes(need)}, of which {format_bytes(growth_bytes)} for the step",
             have=f"{format_bytes(have)}, {format_bytes(need - have)} short",
-            remedies=["lower max_num_tokens and max_batch_size", f"give {format_bytes(need - have)} more memory"],
+            remedies=["lower max_num_tokens", f"give {round_up(need - have, MiB) // MiB}MiB more memory"],
         )
 
     def prober(self, limits: Limits) -> Prober:
