@@ -20,7 +20,7 @@ from tonnage.errors import RequestRefused
 with warnings.catch_warnings():
     # typer 0.20 names what click 8.5 has deprecated; users never see it
     warnings.simplefilter("ignore", DeprecationWarning)
-    from tonnage.cli import main
+    from tonnage.cli.app import main
 
 
 @dataclass

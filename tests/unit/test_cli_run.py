@@ -292,3 +292,11 @@ def test_results_never_replace_their_input(tonnage: Program, engine: FakeEngine,
 def test_json_without_an_output_file_holds_the_results(tonnage: Program, engine: FakeEngine) -> None:
     ended = tonnage("run", "m", "--prompt", "hello", "--memory", "1500MiB", "--json")
     assert [record["text"] for record in json.loads(ended.out)["results"]] == ["you said hello"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_told_with_the_file_and_a_remedy(tonnage: Program, engine: FakeEngine) -> None:
+    ended = tonnage("run", "m", "--prompt", "hello", "--memory", "1500MiB", "--output", "/dev/full", "--force")
+    assert ended.code == 2
+    assert "--output /dev/full cannot be written: No space left on device" in ended.err
+    assert "To change: " in ended.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -39,8 +40,20 @@ class ResultLines:
             return
         if self._out is None:
             self._out = self._open(Path(self.path))
-        self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._out.flush()
+        try:
+            self._out.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as fault:
+            with suppress(OSError):  # closing tries to write once more
+                self._out.close()
+            self._out = None
+            raise InputError(
+                f"--output {self.path} cannot be written: {fault.strerror}",
+                knob="--output",
+                remedy="free some space or give another file; the lines already there are whole",
+            ) from None
 
     def close(self) -> None:
         if self._out is not None and self._out is not sys.stdout:
@@ -141,9 +154,6 @@ class Serving:
             self._finish(completion)
 
     def _finish(self, completion: Completion) -> None:
-        self.tally.finished += 1
-        if completion.request_id in self._to_show:
-            self.tally.shown[completion.request_id] = completion.text
         self._results.write(
             {
                 "id": completion.request_id,
@@ -154,6 +164,10 @@ class Serving:
                 "waited": completion.waited,
             }
         )
+        # counted once it is kept
+        self.tally.finished += 1
+        if completion.request_id in self._to_show:
+            self.tally.shown[completion.request_id] = completion.text
 
     def _fail(self, failure: Failure) -> None:
         self.tally.failures.append(failure)
