@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from tonnage.errors import TonnageError
 from tonnage.terms import StepShape
+
+#: One entry a row: token positions and counts, int64; and yes or no.
+Ints: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Veto(TonnageError):
@@ -25,7 +33,6 @@ class StepItem:
     start: int
     count: int
     samples: bool
-    drafts: int = 0
 
     @property
     def end(self) -> int:
@@ -37,29 +44,65 @@ class StepItem:
         return self.count == 1 and self.start > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """What one step computes, fixed before anything is launched."""
+    """What one step computes, fixed before anything is launched: one row a request, kept as arrays.
+
+    Row i computes tokens ``[starts[i], ends[i])`` of ``request_ids[i]``, and samples if ``samples[i]``. All arrays
+    have one entry a row and are not to be written to.
+    """
 
     id: int
-    items: tuple[StepItem, ...]
+    request_ids: tuple[str, ...]
+    starts: Ints
+    counts: Ints
+    samples: Flags
     bucket: int | None = None
     lookahead: int = 0
     shape: StepShape = field(default_factory=StepShape)
 
     @classmethod
-    def of(cls, step_id: int, items: tuple[StepItem, ...]) -> StepPlan:
-        prefill = [item for item in items if not item.is_decode]
+    def build(cls, step_id: int, request_ids: Sequence[str], *, starts: Ints, counts: Ints, samples: Flags) -> StepPlan:
+        """From arrays of one length, with the shape counted from them."""
+        ends = starts + counts
+        is_decode = (counts == 1) & (starts > 0)
+        num_rows, num_tokens, num_decodes = len(request_ids), int(counts.sum()), int(np.count_nonzero(is_decode))
         shape = StepShape(
-            num_tokens=sum(item.count for item in items),
-            prefill_tokens=sum(item.count for item in prefill),
-            prefill_rows=len(prefill),
-            decode_rows=len(items) - len(prefill),
-            attended_tokens=sum(item.end for item in items),
-            max_row_tokens=max((item.end for item in items), default=0),
-            logits_rows=sum(item.samples for item in items),
+            num_tokens=num_tokens,
+            prefill_tokens=num_tokens - num_decodes,
+            prefill_rows=num_rows - num_decodes,
+            decode_rows=num_decodes,
+            attended_tokens=int(ends.sum()),
+            max_row_tokens=int(ends.max(initial=0)),
+            logits_rows=int(np.count_nonzero(samples)),
         )
-        return cls(id=step_id, items=items, shape=shape)
+        return cls(
+            id=step_id, request_ids=tuple(request_ids), starts=starts, counts=counts, samples=samples, shape=shape
+        )
+
+    @classmethod
+    def of(cls, step_id: int, items: Sequence[StepItem]) -> StepPlan:
+        """From rows written out."""
+        return cls.build(
+            step_id,
+            [item.request_id for item in items],
+            starts=np.array([item.start for item in items], np.int64),
+            counts=np.array([item.count for item in items], np.int64),
+            samples=np.array([item.samples for item in items], np.bool_),
+        )
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def ends(self) -> Ints:
+        return self.starts + self.counts
+
+    @property
+    def items(self) -> tuple[StepItem, ...]:
+        """The rows written out, made anew at every call: for reading, not for the path of a step."""
+        rows = zip(self.request_ids, self.starts.tolist(), self.counts.tolist(), self.samples.tolist(), strict=True)
+        return tuple(StepItem(request_id=id, start=s, count=c, samples=x) for id, s, c, x in rows)
 
 
 class Txn:

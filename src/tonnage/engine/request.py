@@ -7,20 +7,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-#: Called with the request's id, each new token and the text it adds ("" while half a character is held back).
-OnToken = Callable[[str, int, str], None]
+from tonnage.engine.outcome import TokenLogprobs
+from tonnage.sampling import SamplingParams
 
 
 class Finish(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # the model's end token
+    STOP = "stop"  # the model's end token, a stop id or a stop string
     LENGTH = "length"  # max_tokens generated
     CANCELLED = "cancelled"
     ERROR = "error"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step added to a request: ``text`` is "" while half a character or a possible stop string is held back.
+
+    The texts of all deltas joined are the completion's text. ``finish_reason`` is set on the last one. No tokens:
+    the request ended without one (cancelled, or failed).
+    """
+
+    request_id: str
+    text: str
+    tokens: tuple[TokenLogprobs, ...] = ()
+    finish_reason: Finish | None = None
+
+
+#: Called with what each step adds to a request.
+OnDelta = Callable[[Delta], None]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One sequence: its tokens, how far they are computed, and its limits. All lengths in tokens.
 
@@ -28,47 +46,60 @@ class Request:
 
         0            num_computed_tokens        len(token_ids)       max_total_tokens
         |-- in the KV cache --|-- known, to compute --|-- still to generate --|
+
+    ``arrival`` numbers requests in order of submission; ``seed`` is the sampler's key, drawn if none was given.
     """
 
     id: str
     token_ids: list[int]
     num_prompt_tokens: int
     max_tokens: int
+    params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
-    on_token: OnToken | None = None
+    seed: int = 0
+    on_delta: OnDelta | None = None
     num_computed_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
+    stop_reason: str | int | None = None
     error: str | None = None
+    arrival: int = -1
+    slot: int = -1  # while it runs
+    num_suspended: int = 0
+    num_overtaken: int = 0
     waited: bool = False  # at least one step went by without memory for it
     deferrals_before: int = 0  # how often the queue had stood still when it was submitted
     arrived_ns: int = field(default_factory=time.monotonic_ns)
+
+    @property
+    def priority(self) -> int:
+        return self.params.priority
 
     @property
     def max_total_tokens(self) -> int:
         return self.num_prompt_tokens + self.max_tokens
 
     @property
-    def num_to_compute(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def generated_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token and decide whether the request is done."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        if token in self.stop_ids:
-            self.finish = Finish.STOP
-        elif len(self.token_ids) >= self.max_total_tokens:
-            self.finish = Finish.LENGTH
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a finished request gave. ``logprobs`` are natural logs, one per generated token; ``waited``: for memory."""
+    """What a finished request gave.
+
+    logprobs         natural logs of the model's own probabilities, one per generated token
+    top_logprobs     the alternatives at each of them, as (token id, log-probability); empty if none were asked for
+    prompt_logprobs  of every prompt token but the first, if asked for
+    stop_reason      the stop string or stop id that ended it; None for the model's end token
+    waited           it had to wait for memory; num_suspended: so often it gave its memory up and was computed again
+    """
 
     request_id: str
     text: str
@@ -78,6 +109,10 @@ class Completion:
     finish_reason: Finish
     error: str | None
     waited: bool
+    stop_reason: str | int | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_suspended: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +125,4 @@ class Progress:
     kv_used_tokens: int
     kv_total_tokens: int
     generated_tokens: int
+    num_suspensions: int = 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tonnage.config import Limits
-from tonnage.step import StepPlan, Txn
+from tonnage.sampling import SamplingParams
+from tonnage.step import Ints, StepPlan, Txn
 from tonnage.terms import Claim
 
 
@@ -41,17 +42,31 @@ class Refusal:
 class RequestView(Protocol):
     """What a manager may know about a request. ``max_total_tokens`` = prompt + the most it may generate.
 
-    num_computed_tokens: tokens whose KV entries exist; 0 for a request that arrives.
+    token_ids: prompt and what was generated so far (a request that was suspended comes back with its output).
+    num_computed_tokens: tokens whose KV entries exist; 0 for a request that arrives or comes back.
     """
 
     @property
     def id(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int: ...
     @property
     def max_total_tokens(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
+
+
+class StepOutcome(Protocol):
+    """What a finished step tells the managers: the token that each of ``request_ids``, the sampling rows, drew."""
+
+    @property
+    def request_ids(self) -> Sequence[str]: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +77,11 @@ class ProbeRequest:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     max_total_tokens: int
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return (0,) * self.num_prompt_tokens
 
 
 class ResourceManager(Protocol):
@@ -98,13 +118,17 @@ class ResourceManager(Protocol):
         """Stand-ins whose step ("prefill", "decode") shows this manager's peak; takes nothing."""
 
     def admit(self, request: RequestView, txn: Txn) -> Grant | Deferral:
-        """Take what the request needs for its whole life and register the undo, or take nothing."""
+        """Take what the request needs to start, as the admission policy has it, and register the undo, or nothing."""
+
+    def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:
+        """Units missing for a step that computes each of these admitted requests up to ``ends``; 0: it can be
+        prepared. Takes nothing. A policy that reserves whole lives is never short."""
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Make ready what the step will write; may raise ``Veto``; registers its undo in ``txn``."""
 
-    def update(self, plan: StepPlan, outcome: object) -> None:
-        """Called with the step that finished (one behind under overlap)."""
+    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
+        """Called with the step that finished (one behind under overlap); None: nothing was sampled."""
 
     def free(self, request_id: str, *, keep_cached: bool = True) -> None:
         """Give everything back; idempotent, unknown ids are fine."""

@@ -1,0 +1,44 @@
+"""What the engine did, told as it happens to whoever listens (``Engine.observe``): the log that the soak test audits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tonnage.engine.request import Finish
+
+
+class EventKind(StrEnum):
+    ARRIVED = "arrived"  # accepted into the queue
+    REFUSED = "refused"  # can never be served
+    ADMITTED = "admitted"  # starts, or starts again, to run
+    SUSPENDED = "suspended"  # gave its memory up; computed again later
+    COMPUTED = "computed"  # one row of a committed step: tokens [start, start + count)
+    ENDED = "ended"
+    RETRIED = "retried"  # a step ran out of memory and is tried once more, smaller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """``step`` counts committed steps. The fields that a kind does not speak of keep their defaults.
+
+    num_prompt_tokens, max_tokens, priority   ARRIVED and REFUSED
+    num_known_tokens                          ADMITTED, SUSPENDED, ENDED: prompt and output so far
+    start, count                              COMPUTED
+    finish                                    ENDED
+    """
+
+    kind: EventKind
+    step: int
+    request_id: str = ""
+    num_prompt_tokens: int = 0
+    max_tokens: int = 0
+    priority: int = 0
+    num_known_tokens: int = 0
+    start: int = 0
+    count: int = 0
+    finish: Finish | None = None
+
+
+OnEvent = Callable[[Event], None]

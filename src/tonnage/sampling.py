@@ -1,0 +1,163 @@
+"""What a request asks of the sampler: one frozen value, checked when it is made. No torch, no numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from tonnage.errors import InvalidSetting
+
+#: The most alternatives a request may ask for at each position; the sampler's buffers are sized for it.
+MAX_LOGPROBS = 20
+#: The most entries of one request's ``logit_bias``.
+MAX_BIASED_TOKENS = 1024
+#: Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY].
+MAX_PRIORITY = 1_000_000
+
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. The defaults are greedy decoding.
+
+    Filters apply in the order of the fields, on logits that penalties and biases have changed:
+
+    max_tokens          tokens to generate at most; None: the engine's default, or what the length limit leaves
+    min_tokens          no stop (end token, stop id, stop string) before that many tokens were generated
+    temperature         0 takes the most probable token; otherwise logits are divided by it (0.01 to 100)
+    top_k               keep the k most probable tokens, ties with the last one kept; 0: all
+    top_p               keep the smallest set of most probable tokens that holds this share of the probability left by
+                        top_k; 0 < top_p <= 1
+    min_p               keep tokens at least this share as probable as the most probable one; 0 <= min_p <= 1
+    repetition_penalty  divides positive logits of tokens seen in prompt or output, multiplies negative ones (Keskar
+                        et al. 2019, arXiv:1909.05858); above 0, 1: off
+    presence_penalty    subtracted once from the logits of tokens in the output so far; -2 to 2, 0: off
+    frequency_penalty   subtracted from them for each time they occur; -2 to 2, 0: off
+    logit_bias          added to the logits of these token ids, -100 to 100 each
+    seed                the random numbers are a function of (seed, position) and of nothing else, so the same request
+                        gives the same draws whatever runs beside it; None: drawn when the request arrives
+    stop                strings that end the text (one may be given bare); the text stops before them
+    stop_token_ids      ids that end the text, beside the model's own end tokens
+    ignore_eos          go on past the model's own end tokens
+    include_stop        keep the stop string in the text
+    n                   independent samples of one prompt; sample i draws from the seed and i
+    logprobs            natural-log probabilities of so many most probable tokens at every position, of the model
+                        itself: before penalties, biases, temperature and filters. None or 0: of the chosen token only
+    prompt_logprobs     the same for every prompt token but the first; None: none, 0: of the prompt's tokens only
+    skip_special_tokens leave special tokens out of the text
+    priority            larger goes first; equal ones in order of arrival. A request is passed by a bounded number of
+                        later ones, so none starves
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ``InvalidSetting`` for the first field that is out of range or of the wrong type."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        self._check_numbers()
+        self._check_stops()
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the request needs the penalty tables."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def _check_numbers(self) -> None:
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidSetting(
+                "min_tokens", self.min_tokens, f"above max_tokens = {self.max_tokens}", remedy="lower min_tokens"
+            )
+        _number("temperature", self.temperature, 0, 100)
+        if 0 < self.temperature < 0.01:
+            raise InvalidSetting(
+                "temperature", self.temperature, "so small that logits overflow", remedy="write 0 for greedy decoding"
+            )
+        _whole("top_k", self.top_k, 0)
+        _number("top_p", self.top_p, 0, 1, above=True)
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        _whole("n", self.n, 1, 128)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+
+    def _check_stops(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidSetting("stop", text, "not a string of at least one character", remedy="leave it out")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0)
+
+
+def _as_tuple(name: str, value: object) -> tuple[object, ...]:
+    if not isinstance(value, tuple | list | set | frozenset):
+        raise InvalidSetting(name, value, "not a list", remedy="write a list")
+    return tuple(value)
+
+
+def _whole(knob: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidSetting(knob, value, "not a whole number", remedy=_range(low, high))
+    if value < low or (high is not None and value > high):
+        raise InvalidSetting(knob, value, "out of range", remedy=_range(low, high))
+
+
+def _number(knob: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidSetting(knob, value, "not a number", remedy=_range(low, high, above=above))
+    if not low <= value <= high or (above and value == low):
+        raise InvalidSetting(knob, value, "out of range", remedy=_range(low, high, above=above))
+
+
+def _range(low: float, high: float | None, *, above: bool = False) -> str:
+    least = f"more than {low}" if above else f"at least {low}"
+    return f"write {least}" + (f" and at most {high}" if high is not None else "")
+
+
+def _checked_bias(bias: object) -> Mapping[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidSetting("logit_bias", bias, "not a mapping from token ids to numbers", remedy="write {42: -100}")
+    if len(bias) > MAX_BIASED_TOKENS:
+        raise InvalidSetting("logit_bias", f"{len(bias)} entries", "too many", remedy=_range(0, MAX_BIASED_TOKENS))
+    for token, value in bias.items():
+        _whole("logit_bias", token, 0)
+        _number(f"logit_bias[{token}]", value, -100, 100)
+    return MappingProxyType(dict(bias))
