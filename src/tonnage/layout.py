@@ -77,14 +77,16 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
 
 
-def blocks_per_sequence(max_seq_len: int, block_tokens: int) -> int:
-    """KV blocks of ``block_tokens`` tokens that the longest sequence fills: the width of the page table."""
-    return ceil_div(max_seq_len, block_tokens)
+def blocks_per_sequence(max_seq_len: int, block_tokens: int, *, extra_tokens: int = 0) -> int:
+    """KV blocks of ``block_tokens`` tokens that the longest sequence fills, with ``extra_tokens`` beyond its end for
+    drafts and look-ahead: the width of the page table."""
+    return ceil_div(max_seq_len + extra_tokens, block_tokens)
 
 
-def table_bytes(*, max_batch_size: int, max_seq_len: int, block_tokens: int) -> int:
+def table_bytes(*, max_batch_size: int, max_seq_len: int, block_tokens: int, extra_tokens: int = 0) -> int:
     """Bytes of the page table: int32 ``[max_batch_size, blocks_per_sequence]``, one row for every running sequence."""
-    return max_batch_size * blocks_per_sequence(max_seq_len, block_tokens) * DTYPE_BYTES["int32"]
+    width = blocks_per_sequence(max_seq_len, block_tokens, extra_tokens=extra_tokens)
+    return max_batch_size * width * DTYPE_BYTES["int32"]
 
 
 def metadata_bytes_per_block() -> int:
