@@ -52,38 +52,70 @@ class Text:
             ) from None
         return list(made["input_ids"])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 class Detokenizer:
     """Text piece by piece: ``push`` returns what a new token adds, holding back halves of a character.
 
-    Two windows are decoded, the one already told and the one with the new token; their difference is new. Decoding
-    from the start of the last told piece keeps the cost of a token constant.
+    The pieces and ``flush`` joined are ``text.decode`` of all tokens. How a token reads depends on the ones before it
+    (a word at the start of a text loses its space), so the last tokens that were told are decoded with it, and no
+    more of them, which keeps the cost of a token constant::
+
+        told, no longer looked at | _front: told | _rest: told up to _num_told characters, the others held back
+
+    One exception: a tokenizer that falls back to single bytes decodes a run of them all or nothing, and a byte that
+    spoils a run may come after characters of it have been told. They stay told.
     """
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
-        self._ids: list[int] = []
-        self._begin = 0  # first token of the window
-        self._told = 0  # tokens whose text has been returned
+    def __init__(self, text: Text, *, skip_special_tokens: bool = True) -> None:
+        self._text, self._skip = text, skip_special_tokens
+        self._front: list[int] = []
+        self._front_text = ""
+        self._rest: list[int] = []
+        self._num_told = 0
 
     def push(self, token: int) -> str:
-        self._ids.append(token)
-        before = self._text.decode(self._ids[self._begin : self._told])
-        now = self._text.decode(self._ids[self._begin :])
-        if now.endswith("\ufffd") or len(now) <= len(before):
-            return ""
-        self._begin, self._told = self._told, len(self._ids)
-        return now[len(before) :]
+        self._rest.append(token)
+        text = self._rest_text()
+        whole = len(text) - _num_unfinished(text)
+        piece = text[self._num_told : whole]
+        self._num_told += len(piece)
+        if piece and whole == len(text):
+            self._move_on()
+        return piece
 
     def flush(self) -> str:
         """Whatever was held back, at the end of the sequence."""
-        before = self._text.decode(self._ids[self._begin : self._told])
-        self_text = self._text.decode(self._ids[self._begin :])
-        self._begin = self._told = len(self._ids)
-        return self_text[len(before) :]
+        piece = self._rest_text()[self._num_told :]
+        self._num_told += len(piece)
+        return piece
+
+    def _rest_text(self) -> str:
+        text = self._decode(self._front + self._rest)
+        if text.startswith(self._front_text):
+            return text[len(self._front_text) :]
+        return self._decode(self._rest)  # a run of bytes with a half character at its end has lost all its characters
+
+    def _move_on(self) -> None:
+        """Everything is told. A front without any text (a lone space, say) would not do as one."""
+        text = self._decode(self._rest)
+        self._front = self._rest if text else self._front + self._rest
+        self._front_text = text or self._decode(self._front)
+        self._rest, self._num_told = [], 0
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._text.decode(ids, skip_special_tokens=self._skip)
+
+
+def _num_unfinished(text: str) -> int:
+    """Characters at the end that may be bytes of a character whose rest is still to come.
+
+    They are decoded as U+FFFD: one for all of them or one for each, by the tokenizer. UTF-8 has at most four bytes a
+    character (RFC 3629, section 3), so at most three can wait for another.
+    """
+    return min(len(text) - len(text.rstrip("\ufffd")), 3)
 
 
 def stop_ids(folder: Path) -> frozenset[int]:
