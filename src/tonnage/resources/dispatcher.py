@@ -8,8 +8,8 @@ from functools import partial
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
-from tonnage.resources.base import Deferral, Grant, Refusal, RequestView, ResourceManager
-from tonnage.step import StepPlan, Txn
+from tonnage.resources.base import Deferral, Grant, Refusal, RequestView, ResourceManager, StepOutcome
+from tonnage.step import Ints, StepPlan, Txn
 from tonnage.terms import Claim
 
 
@@ -59,6 +59,16 @@ class Dispatcher:
             own.commit()
         return answer
 
+    def short_of(self, request_ids: Sequence[str], ends: Ints) -> Deferral | None:
+        """Who lacks units for a step that computes each of these admitted requests up to ``ends``; None: nobody.
+
+        The first manager that is short: ``need`` units are missing, ``have`` are available. Takes nothing.
+        """
+        for manager in self.managers:
+            if missing := manager.short_of(request_ids, ends):
+                return Deferral(manager=manager.name, need=missing, have=manager.available())
+        return None
+
     @contextmanager
     def holding(self, requests: Iterable[RequestView]) -> Iterator[None]:
         """Admit probe requests and free them on the way out, whatever happens; a deferral is a ``ResourceError``."""
@@ -78,7 +88,8 @@ class Dispatcher:
         for manager in self.managers:
             manager.prepare(plan, txn)
 
-    def update(self, plan: StepPlan, outcome: object) -> None:
+    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
+        """Of the step that finished; None: nothing was sampled."""
         for manager in self.managers:
             manager.update(plan, outcome)
 

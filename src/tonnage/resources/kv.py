@@ -1,57 +1,48 @@
-"""KV blocks of sequences: a request is admitted once its whole life is reserved, and pages arrive step by step."""
+"""KV blocks of sequences: a request is admitted when the pool has room for it, and pages arrive step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
 from tonnage.layout import blocks_per_sequence, metadata_bytes_per_block, table_bytes
-from tonnage.resources.base import Deferral, Grant, ProbeRequest, RequestView
+from tonnage.resources.admission import Admission, ReserveAll
+from tonnage.resources.base import Deferral, Grant, ProbeRequest, RequestView, StepOutcome
 from tonnage.resources.block_pool import BlockPool, Ids
+from tonnage.resources.sequences import Sequences, Watermarks
 from tonnage.resources.slots import SlotManager
-from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.step import Flags, Ints, StepPlan, Txn, Veto
 from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, PerBlock, Source
-from tonnage.units import ceil_div, round_down
+from tonnage.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watermarks:
-    """How far a sequence is, in tokens: ``scheduled`` >= ``computed`` >= ``committed``.
+class _Prepared:
+    """A step between ``prepare`` and ``update``: its rows, whose they were, and the blocks they held before."""
 
-    scheduled  prepared steps write up to here; computed: finished steps wrote up to here;
-    committed  whole blocks that nothing writes any more, the only ones a cache may share
-    """
-
-    scheduled: int
-    computed: int
-    committed: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sequence:
-    """One live sequence: its page-table row, blocks reserved for life, blocks it has, and how far it is."""
-
-    row: int
-    num_reserved: int
-    num_blocks: int = 0
-    scheduled: int
-    computed: int
+    rows: Ints
+    epochs: Ints
+    held: Ints
 
 
 class KVManager:
-    """Blocks of ``block_tokens`` tokens from ``pool``, reserved for a request's whole life when it is admitted.
+    """Blocks of ``block_tokens`` tokens from ``pool``, admitted to as ``admission`` expects them to be needed.
 
-    The pool splits into blocks that sequences have, blocks reserved for them, and the rest, which is ``available``::
+    The pool splits into blocks that sequences hold, blocks they are still expected to take, and the rest, which is
+    ``available``::
 
-        |<- allocated ->|<- reserved, not yet allocated ->|<- available ->|
+        |<- held ->|<- expected, not yet taken ->|<- available ->|
 
-    Admission takes from the right part only and ``prepare`` moves blocks from the middle to the left, so a running
-    request never fails to get its next block.
+    Admission takes from the right part only and ``prepare`` moves blocks from the middle to the left. A policy that
+    expects whole lives (``ReserveAll``) thereby never lets a running sequence run short. Under any other, ``short_of``
+    tells before a step how many blocks are missing, and sequences are suspended (``free``) until none is.
 
+    ``extra_tokens`` beyond its end are reserved for each sequence: drafts that may be rejected, look-ahead.
     ``slots`` gives each sequence its row of the page table; without it the manager keeps slots of its own.
     """
 
@@ -68,18 +59,23 @@ class KVManager:
         max_seq_len: int,
         max_batch_size: int,
         slots: SlotManager | None = None,
+        admission: Admission | None = None,
+        extra_tokens: int = 0,
     ) -> None:
         if slots is not None and slots.capacity() > max_batch_size:
             raise ResourceError(f"{slots.capacity()} slots for a page table of {max_batch_size} rows")
         self.pool = pool
-        self.block_tokens = block_tokens
+        self.block_tokens, self.extra_tokens = block_tokens, extra_tokens
+        self.admission = admission if admission is not None else ReserveAll()
         self.after = frozenset({slots.name}) if slots is not None else frozenset()
         self._slots = slots if slots is not None else SlotManager(max_batch_size)
         self._owns_slots = slots is None
+        width = blocks_per_sequence(max_seq_len, block_tokens, extra_tokens=extra_tokens)
         # Entries without a block stay 0: a valid index, so that a padded read stays inside the pool.
-        self._table = np.zeros((max_batch_size, blocks_per_sequence(max_seq_len, block_tokens)), np.int32)
-        self._live: dict[str, _Sequence] = {}
-        self._num_pending = 0
+        self._table = np.zeros((max_batch_size, width), np.int32)
+        self._row_of: dict[str, int] = {}
+        self._live = Sequences(max_batch_size)
+        self._in_flight: dict[StepPlan, _Prepared] = {}
         self._high_water = 0
         self._closed = False
 
@@ -89,24 +85,28 @@ class KVManager:
         return self.pool.num_blocks
 
     def available(self) -> int:
-        """Blocks that are neither allocated nor reserved; never negative."""
-        return self.pool.num_free - self._num_pending
+        """Free blocks that no running sequence is expected to take; never negative."""
+        return max(0, self.pool.num_free - self._num_expected())
 
     def kv_tokens(self, request: RequestView) -> int:
-        """Tokens whose KV entries are ever written: all but the last, which is sampled and never fed back."""
-        return max(request.num_prompt_tokens, request.max_total_tokens - 1)
+        """Tokens whose KV entries are ever written, ``extra_tokens`` included."""
+        return int(self._written(request.num_prompt_tokens, request.max_total_tokens - request.num_prompt_tokens))
 
     def lifetime_need(self, request: RequestView) -> int:
         return ceil_div(self.kv_tokens(request), self.block_tokens)
 
     def remaining(self, request: RequestView) -> int:
-        sequence = self._live.get(request.id)
-        return self.lifetime_need(request) if sequence is None else sequence.num_reserved - sequence.num_blocks
+        """Blocks between what it holds and what its whole life may need, under any policy."""
+        row = self._row_of.get(request.id)
+        return self.lifetime_need(request) if row is None else int(self._live.lifetime[row] - self._live.held[row])
 
     def claims(self, limits: Limits) -> Sequence[Claim]:
         """The page table and the pool's bookkeeping, by the formulas of ``layout``."""
         table = table_bytes(
-            max_batch_size=limits.max_batch_size, max_seq_len=limits.max_seq_len, block_tokens=self.block_tokens
+            max_batch_size=limits.max_batch_size,
+            max_seq_len=limits.max_seq_len,
+            block_tokens=self.block_tokens,
+            extra_tokens=self.extra_tokens,
         )
         return (
             _claim("page table", Fixed(bytes=table), "which block holds which tokens of each running sequence"),
@@ -142,74 +142,83 @@ class KVManager:
         return self._table
 
     def row_index(self, request_id: str) -> int:
-        return self._sequence(request_id).row
+        if request_id not in self._row_of:
+            raise ResourceError(f"request {request_id!r} holds no KV blocks")
+        return self._row_of[request_id]
 
     def row(self, request_id: str) -> Ids:
         """The sequence's row, a view; entries past its blocks are 0."""
-        return self._table[self._sequence(request_id).row]
+        return self._table[self.row_index(request_id)]
 
     def block_ids(self, request_id: str) -> Ids:
         """Blocks of the sequence in token order, a copy."""
-        sequence = self._sequence(request_id)
-        return self._table[sequence.row, : sequence.num_blocks].copy()
+        row = self.row_index(request_id)
+        return self._table[row, : self._live.held[row]].copy()
 
     def watermarks(self, request_id: str) -> Watermarks:
-        sequence = self._sequence(request_id)
-        committed = round_down(sequence.computed, self.block_tokens)
-        return Watermarks(scheduled=sequence.scheduled, computed=sequence.computed, committed=committed)
+        return self._live.watermarks(self.row_index(request_id), block_tokens=self.block_tokens)
 
     # The hooks of a step.
 
     def admit(self, request: RequestView, txn: Txn) -> Grant | Deferral:
-        """Reserve the whole life, or say how many blocks are missing and take nothing."""
-        need = self._checked_need(request)
-        if need > self.available():
-            return Deferral(manager=self.name, need=need, have=self.available())
+        """Count on what the request is expected to need, or say how many blocks that is and take nothing."""
+        lifetime = self._checked_lifetime(request)
+        need, have = self._expected_need(request), self.available()
+        if need > have:
+            return Deferral(manager=self.name, need=need, have=have)
         if self._owns_slots and isinstance(no_slot := self._slots.admit(request, txn), Deferral):
             return no_slot
-        start = request.num_computed_tokens
-        row = self._slots.slot_of(request.id)
-        self._live[request.id] = _Sequence(row=row, num_reserved=need, scheduled=start, computed=start)
-        self._num_pending += need
-        txn.undo(lambda: self.free(request.id))
+        row = self._row_of[request.id] = self._slots.slot_of(request.id)
+        self._live.enter(row, request, lifetime=lifetime)
+        txn.undo(partial(self.free, request.id))
         return Grant(units=need)
 
-    def prepare(self, plan: StepPlan, txn: Txn) -> None:
-        """Blocks for every token the step writes, from the reservations. Raises before it changes anything."""
-        self._check_open()
-        rows = [(item, self._checked_item(item)) for item in plan.items]
-        blocks = [max(sequence.num_blocks, self._blocks(item.end)) for item, sequence in rows]
-        ids = self.pool.allocate(sum(blocks) - sum(sequence.num_blocks for _, sequence in rows))
-        before = [(item.request_id, sequence, sequence.num_blocks, sequence.scheduled) for item, sequence in rows]
-        txn.undo(lambda: self._unprepare(before))
-        self._num_pending -= ids.size
-        taken = 0
-        for (item, sequence), num_blocks in zip(rows, blocks, strict=True):
-            first, taken = taken, taken + num_blocks - sequence.num_blocks
-            self._table[sequence.row, sequence.num_blocks : num_blocks] = ids[first:taken]
-            sequence.num_blocks, sequence.scheduled = num_blocks, item.end
-        self._high_water = max(self._high_water, self.pool.num_used)
+    def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:
+        grown = self._blocks(ends) - self._live.held[self._rows(request_ids)]
+        return max(0, int(np.maximum(grown, 0).sum()) - self.pool.num_free)
 
-    def update(self, plan: StepPlan, outcome: object) -> None:  # noqa: ARG002 - no drafts to take back yet
-        """The step's tokens are computed. Sequences freed since it was launched are skipped."""
-        for item in plan.items:
-            sequence = self._live.get(item.request_id)
-            if sequence is not None and item.end <= sequence.scheduled:
-                sequence.computed = max(sequence.computed, item.end)
+    def prepare(self, plan: StepPlan, txn: Txn) -> None:
+        """Blocks for every token the step writes. Raises before it changes anything: ``Veto`` if they are not there."""
+        self._check_open()
+        rows, ends = self._rows(plan.request_ids), plan.ends
+        num_blocks = self._blocks(ends)
+        self._check_step(plan, rows, num_blocks)
+        held = self._live.held[rows]
+        grown = np.maximum(num_blocks - held, 0)
+        num_new = int(grown.sum())
+        if num_new > self.pool.num_free:
+            raise Veto(self.name, f"the step needs {num_new} blocks and {self.pool.num_free} are free")
+        if num_new:
+            self._table[_entries(rows, held, grown)] = self.pool.allocate(num_new)
+            self._live.held[rows] = held + grown
+            self._high_water = max(self._high_water, self.pool.num_used)
+        self._live.scheduled[rows] = ends
+        self._in_flight[plan] = _Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
+        txn.undo(partial(self._unprepare, plan))
+
+    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:  # noqa: ARG002 - no drafts to take back yet
+        """The step's tokens are computed. Sequences freed since it was prepared are skipped."""
+        prepared = self._in_flight.pop(plan, None)
+        if prepared is not None:
+            here = self._still_here(prepared)
+            self._live.computed[prepared.rows[here]] = plan.ends[here]
 
     def free(self, request_id: str, *, keep_cached: bool = True) -> None:  # noqa: ARG002 - nothing is cached yet
-        sequence = self._live.pop(request_id, None)
-        if sequence is None:
+        row = self._row_of.pop(request_id, None)
+        if row is None:
             return
-        row = self._table[sequence.row]
-        self.pool.free(row[: sequence.num_blocks])
-        row[: sequence.num_blocks] = 0
-        self._num_pending -= sequence.num_reserved - sequence.num_blocks
+        held = self._table[row, : self._live.held[row]]
+        self.pool.free(held)
+        held[:] = 0
+        self._live.leave(row)
+        if not self._row_of:
+            # Steps still in flight have nothing left to say, and some never land.
+            self._in_flight.clear()
         if self._owns_slots:
             self._slots.free(request_id)
 
     def reset(self) -> None:
-        for request_id in list(self._live):
+        for request_id in list(self._row_of):
             self.free(request_id)
 
     def close(self) -> None:
@@ -217,64 +226,110 @@ class KVManager:
         self._closed = True
 
     def stats(self) -> Mapping[str, int]:
-        """Counts of blocks, and of live sequences."""
+        """Counts of blocks, and of live sequences; ``reserved`` are the blocks they are still expected to take."""
         return {
             "capacity": self.pool.num_blocks,
             "available": self.available(),
             "allocated": self.pool.num_used,
-            "reserved": self._num_pending,
+            "reserved": self._num_expected(),
             "high_water": self._high_water,
-            "sequences": len(self._live),
+            "sequences": len(self._row_of),
         }
 
-    def _blocks(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self.block_tokens)
+    # Arithmetic, over all rows at once.
+
+    def _written(self, prompt: Ints | int, new: Ints | int) -> Ints:
+        """Tokens whose entries are written for ``new`` generated ones: the last is sampled and never fed back."""
+        return prompt + np.maximum(np.subtract(new, 1), 0) + self.extra_tokens
+
+    def _blocks(self, num_tokens: Ints) -> Ints:
+        return (num_tokens + (self.block_tokens - 1)) // self.block_tokens
+
+    def _expected_need(self, request: RequestView) -> int:
+        """Blocks of the request's whole life as the policy expects it, from nothing held."""
+        alone = Sequences(1)
+        alone.enter(0, request, lifetime=self.lifetime_need(request))
+        return int(self._expected(alone)[0])
+
+    def _num_expected(self) -> int:
+        """Blocks that the live sequences are expected to take beyond those they hold."""
+        return int(np.maximum(self._expected(self._live) - self._live.held, 0).sum())
+
+    def _expected(self, sequences: Sequences) -> Ints:
+        """Blocks that each sequence holds in the end, as the policy expects; 0 for a row without one.
+
+        A token is drawn by each step that reaches past the prompt, so a sequence scheduled up to s has generated
+        s + 1 - prompt by then; one that came back and computes its output again knew more than that.
+        """
+        drawn = np.maximum(sequences.returned, sequences.scheduled + 1 - sequences.prompt)
+        new = self.admission.expected_new_tokens(np.minimum(drawn, sequences.most), sequences.most)
+        return np.minimum(self._blocks(self._written(sequences.prompt, new)), sequences.lifetime)
+
+    # Checks, and what undoes a step.
 
     def _check_open(self) -> None:
         if self._closed:
             raise ResourceError("the KV manager is closed")
 
-    def _sequence(self, request_id: str) -> _Sequence:
-        if request_id not in self._live:
-            raise ResourceError(f"request {request_id!r} holds no KV blocks")
-        return self._live[request_id]
-
-    def _checked_need(self, request: RequestView) -> int:
+    def _checked_lifetime(self, request: RequestView) -> int:
         self._check_open()
-        need = self.lifetime_need(request)
-        if request.id in self._live:
+        lifetime = self.lifetime_need(request)
+        if request.id in self._row_of:
             raise ResourceError(f"request {request.id!r} is admitted twice")
-        if need > self._table.shape[1]:
-            raise ResourceError(f"request {request.id!r} needs {need} blocks; a sequence has {self._table.shape[1]}")
-        return need
-
-    def _checked_item(self, item: StepItem) -> _Sequence:
-        """The item's sequence; its tokens follow those scheduled before and stay inside its reservation."""
-        sequence = self._sequence(item.request_id)
-        if item.start != sequence.scheduled or item.count < 1:
+        if lifetime > self._table.shape[1]:
             raise ResourceError(
-                f"request {item.request_id!r}: tokens [{item.start}, {item.end}) after {sequence.scheduled} scheduled"
+                f"request {request.id!r} needs {lifetime} blocks; a sequence has {self._table.shape[1]}"
             )
-        if self._blocks(item.end) > sequence.num_reserved:
-            raise ResourceError(
-                f"request {item.request_id!r} writes token {item.end} past its {sequence.num_reserved} blocks"
-            )
-        return sequence
+        return lifetime
 
-    def _unprepare(self, before: Sequence[tuple[str, _Sequence, int, int]]) -> None:
-        """Blocks and watermarks as ``before``; what was freed in the meantime has given its blocks back already."""
-        taken = []
-        for request_id, sequence, num_blocks, scheduled in before:
-            if self._live.get(request_id) is not sequence:
-                continue
-            grown = self._table[sequence.row, num_blocks : sequence.num_blocks]
-            taken.append(grown.copy())
-            grown[:] = 0
-            sequence.num_blocks, sequence.scheduled = num_blocks, scheduled
+    def _rows(self, request_ids: Sequence[str]) -> Ints:
+        try:
+            return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64, len(request_ids))
+        except KeyError as unknown:
+            raise ResourceError(f"request {unknown.args[0]!r} holds no KV blocks") from None
+
+    def _check_step(self, plan: StepPlan, rows: Ints, num_blocks: Ints) -> None:
+        """Each row goes on where its sequence stands, stays inside its life, and is there once."""
+        broken = (plan.starts != self._live.scheduled[rows]) | (plan.counts < 1)
+        beyond = num_blocks > self._live.lifetime[rows]
+        if broken.any():
+            at = int(broken.argmax())
+            raise ResourceError(
+                f"request {plan.request_ids[at]!r}: tokens [{plan.starts[at]}, {plan.ends[at]}) after "
+                f"{self._live.scheduled[rows[at]]} scheduled"
+            )
+        if beyond.any():
+            at = int(beyond.argmax())
+            raise ResourceError(
+                f"request {plan.request_ids[at]!r} writes token {plan.ends[at]} past its "
+                f"{self._live.lifetime[rows[at]]} blocks"
+            )
+        if rows.size > 1 and np.bincount(rows).max() > 1:
+            at = int(np.bincount(rows).argmax())
+            raise ResourceError(f"request {plan.request_ids[int((rows == at).argmax())]!r} is in a step twice")
+
+    def _still_here(self, prepared: _Prepared) -> Flags:
+        return self._live.epoch[prepared.rows] == prepared.epochs
+
+    def _unprepare(self, plan: StepPlan) -> None:
+        """Blocks and watermarks as before; what was freed in the meantime has given its blocks back already."""
+        prepared = self._in_flight.pop(plan, None)
+        if prepared is None:
+            return
+        here = self._still_here(prepared)
+        rows, held = prepared.rows[here], prepared.held[here]
+        taken = _entries(rows, held, self._live.held[rows] - held)
         # One call, in the order they were taken, puts the free stack back as it was.
-        ids = np.concatenate([np.zeros(0, np.int32), *taken])
-        self._num_pending += ids.size
-        self.pool.free(ids)
+        self.pool.free(self._table[taken])
+        self._table[taken] = 0
+        self._live.held[rows], self._live.scheduled[rows] = held, plan.starts[here]
+
+
+def _entries(rows: Ints, first: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Places in the page table, row after row: columns [first[i], first[i] + counts[i]) of rows[i]."""
+    before = np.cumsum(counts) - counts
+    columns = np.arange(counts.sum()) + np.repeat(first - before, counts)
+    return np.repeat(rows, counts), columns
 
 
 def _claim(name: str, cost: Fixed | PerBlock, reason: str) -> Claim:

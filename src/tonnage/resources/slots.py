@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
-from tonnage.resources.base import Deferral, Grant, RequestView
-from tonnage.step import StepPlan, Txn
+from tonnage.resources.base import Deferral, Grant, RequestView, StepOutcome
+from tonnage.step import Ints, StepPlan, Txn
 from tonnage.terms import Claim
 
 
@@ -68,13 +68,17 @@ class SlotManager:
         txn.undo(lambda: self.free(request.id))
         return Grant(units=1)
 
+    def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:  # noqa: ARG002 - a slot is all a sequence needs
+        return 0
+
     def prepare(self, plan: StepPlan, txn: Txn) -> None:  # noqa: ARG002 - nothing changes from step to step
         if self._closed:
             raise ResourceError("the sequence slots are closed")
-        for item in plan.items:
-            self.slot_of(item.request_id)
+        if not all(map(self._owned.__contains__, plan.request_ids)):
+            for request_id in plan.request_ids:
+                self.slot_of(request_id)
 
-    def update(self, plan: StepPlan, outcome: object) -> None:
+    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
         pass
 
     def free(self, request_id: str, *, keep_cached: bool = True) -> None:  # noqa: ARG002 - nothing is cached
