@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import types
@@ -16,6 +17,7 @@ import pytest
 from report_samples import make_plan, make_run
 
 from tonnage.errors import RequestRefused
+from tonnage.sampling import SamplingParams
 
 with warnings.catch_warnings():
     # typer 0.20 names what click 8.5 has deprecated; users never see it
@@ -44,6 +46,13 @@ def tonnage_fixture(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Completion:
     request_id: str
     text: str
@@ -52,6 +61,17 @@ class Completion:
     finish_reason: str
     error: str | None = None
     waited: bool = False
+    stop_reason: str | int | None = None
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_suspended: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    request_id: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -73,8 +93,8 @@ class Text:
 class FakeEngine:
     """Finishes ``per_step`` requests a step, repeating their prompts. A prompt tells what becomes of it:
 
-    "long ..." is refused on arrival, "bad ..." fails, "wait ..." waited. "stop!" sends this process the ``signals``
-    one after the other when its turn comes, and does not finish.
+    "long ..." is refused on arrival, "bad ..." fails, "wait ..." waited and was suspended. "stop!" sends this process
+    the ``signals`` one after the other when its turn comes, and does not finish.
     """
 
     options: Any = None
@@ -87,12 +107,15 @@ class FakeEngine:
     per_step: int = 1
     signals: tuple[int, ...] = (signal.SIGINT,)
 
-    def request(self, id: str, **given: Any) -> dict[str, Any]:
-        told = given["prompt"] if given["prompt"] is not None else given["messages"][-1]["content"]
+    def request(
+        self, id: str, params: SamplingParams, *, prompt: Any = None, messages: Any = None, on_delta: Any = None
+    ) -> dict[str, Any]:
+        told = prompt if prompt is not None else messages[-1]["content"]
         if told.startswith("long"):
             raise RequestRefused(id, "The prompt is too long", need="9 tokens", have="max_seq_len = 8")
-        self.asked.append({"id": id, **given})
-        return {"id": id, "told": told, **given}
+        made = {"id": id, "params": params, "prompt": prompt, "messages": messages, "on_delta": on_delta}
+        self.asked.append(made)
+        return {"told": told, **made}
 
     def submit(self, request: dict[str, Any]) -> None:
         self.queue.append(request)
@@ -121,9 +144,16 @@ class FakeEngine:
         if told.startswith("bad"):
             return Completion(request["id"], "", (), 3, "error", error="the step failed: it was bad")
         text = f"you said {told}"
-        if request["on_token"]:
-            request["on_token"](request["id"], 1, text)
-        return Completion(request["id"], text, (1, 2), 3, "stop", waited=told.startswith("wait"))
+        if request["on_delta"]:
+            request["on_delta"](Delta(request["id"], text))
+        waits, asks = told.startswith("wait"), request["params"]
+        return Completion(
+            request["id"], text, (1, 2), 3, "stop",
+            waited=waits, num_suspended=2 * waits, stop_reason=asks.stop[0] if asks.stop else None,
+            logprobs=(-0.5, -math.inf),
+            top_logprobs=(((1, -0.5), (7, -1.5)), ((7, -0.25), (2, -math.inf))) if asks.logprobs else (),
+            prompt_logprobs=(TokenLogprobs(8, -2.0, ((9, -1.0),)),) if asks.prompt_logprobs is not None else (),
+        )  # fmt: skip
 
     def progress(self) -> Progress:
         return Progress()
@@ -149,6 +179,9 @@ def engine_fixture(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     room = types.ModuleType("tonnage.engine")
     room.start, room.EngineOptions = start, types.SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tonnage.engine", room)
+    seeds = types.ModuleType("tonnage.engine.sampling.random")
+    seeds.child_seed = lambda seed, index: 1000 * seed + index  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, seeds.__name__, seeds)
     return made
 
 

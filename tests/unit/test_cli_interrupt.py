@@ -37,7 +37,8 @@ def test_ctrl_c_keeps_what_had_finished(tonnage: Program, engine: FakeEngine, pr
     assert ended.code == 130
     assert [line["id"] for line in lines_of(out)] == ["line-1"]
     assert f"interrupted: 1 of 3 requests had finished, kept in {out}" in ended.err
-    assert json.loads(kept.read_text())["requests"] == {"finished": 1, "failed": 0, "cancelled": 2, "waited": 2}
+    counts = json.loads(kept.read_text())["requests"]
+    assert counts.items() >= {"finished": 1, "failed": 0, "cancelled": 2, "waited": 2}.items()
     assert "[line-1]\nyou said a" in ended.out
     assert engine.closed
 
@@ -108,7 +109,7 @@ def test_a_request_is_known_before_it_is_submitted(engine: FakeEngine, monkeypat
         raise InputError("there is one already")
 
     monkeypatch.setattr(engine, "submit", submit)
-    serving.run(max_tokens=1, chat=False, on_token=None)
+    serving.run(chat=False, on_delta=None)
     assert [failure.why for failure in serving.tally.failures] == ["there is one already."]
     assert not serving._open
 

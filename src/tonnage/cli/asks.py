@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 from tonnage.errors import InputError, TonnageError
-from tonnage.units import parse_count
+from tonnage.sampling import SamplingParams
 
-KEYS = ("id", "prompt", "messages", "max_tokens")
+SAMPLING_KEYS = frozenset(each.name for each in fields(SamplingParams))
+KEYS = SAMPLING_KEYS | {"id", "prompt", "messages"}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EXAMPLE = '{"prompt": "Hello"}'
 
 Message = dict[str, str]
@@ -26,9 +29,9 @@ class Ask:
 
     id: str
     where: str
+    params: SamplingParams
     prompt: str | None = None
     messages: list[Message] | None = None
-    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +63,20 @@ class Asks:
         return len(self.asks) + len(self.failures)
 
 
-def from_prompts(prompts: Sequence[str]) -> Asks:
-    """One request a ``--prompt``."""
-    asks = [Ask(id=f"prompt-{n}", where=f"--prompt {n}", prompt=text) for n, text in enumerate(prompts, 1)]
+def from_prompts(prompts: Sequence[str], *, sampling: Mapping[str, Any] = _NOTHING) -> Asks:
+    """One request a ``--prompt``. ``sampling``: fields of ``SamplingParams`` that the flags gave."""
+    params = SamplingParams(**sampling)
+    asks = [
+        Ask(id=f"prompt-{n}", where=f"--prompt {n}", prompt=text, params=params) for n, text in enumerate(prompts, 1)
+    ]
     return Asks(asks, typed=True)
 
 
-def from_lines(lines: Iterable[bytes], *, file: str) -> Asks:
-    """One request a line; blank lines are passed over. Raises ``InputError`` where there is nothing but blank lines."""
+def from_lines(lines: Iterable[bytes], *, file: str, sampling: Mapping[str, Any] = _NOTHING) -> Asks:
+    """One request a line; blank lines are passed over. Raises ``InputError`` where there is nothing but blank lines.
+
+    A line's keys count before ``sampling``, what the flags gave; null is as good as no key.
+    """
     found, seen = Asks(), dict[str, int]()
     for number, raw in enumerate(lines, 1):
         if raw.strip() in (b"", b"\xef\xbb\xbf"):
@@ -75,7 +84,7 @@ def from_lines(lines: Iterable[bytes], *, file: str) -> Asks:
         given: dict[str, Any] = {}
         try:
             given = _object(raw)
-            ask = _ask(given, number, seen)
+            ask = _ask(given, number, seen, sampling)
         except TonnageError as broken:
             known = given.get("id")
             why = broken.what if isinstance(broken, InputError) else str(broken)
@@ -102,7 +111,7 @@ def _object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _ask(given: dict[str, Any], number: int, seen: dict[str, int]) -> Ask:
+def _ask(given: dict[str, Any], number: int, seen: dict[str, int], sampling: Mapping[str, Any]) -> Ask:
     name = _id(given.get("id", f"line-{number}"))
     if name in seen:
         raise InputError(f"id {name!r} is that of line {seen[name]} too")
@@ -111,13 +120,12 @@ def _ask(given: dict[str, Any], number: int, seen: dict[str, int]) -> Ask:
         raise InputError('needs either "prompt" or "messages"' + (", not both" if prompt is not None else ""))
     if prompt is not None and not isinstance(prompt, str):
         raise InputError('"prompt" is not text')
-    limit = given.get("max_tokens")
     ask = Ask(
         id=name,
         where=f"line {number}",
         prompt=prompt,
         messages=None if messages is None else _messages(messages),
-        max_tokens=None if limit is None else _max_tokens(limit),
+        params=_params(given, sampling),
     )
     seen[name] = number
     return ask
@@ -129,10 +137,16 @@ def _id(value: object) -> str:
     return str(value)
 
 
-def _max_tokens(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError('"max_tokens" is not a whole number')
-    return parse_count(value, knob="max_tokens")
+def _params(given: Mapping[str, Any], sampling: Mapping[str, Any]) -> SamplingParams:
+    own = {key: given[key] for key in SAMPLING_KEYS & given.keys() if given[key] is not None}
+    if isinstance(own.get("logit_bias"), dict):
+        own["logit_bias"] = {_token(key): value for key, value in own["logit_bias"].items()}
+    return SamplingParams(**{**sampling, **own})
+
+
+def _token(key: str) -> int | str:
+    """A token id, which JSON can only write as text; anything else is left for ``SamplingParams`` to refuse."""
+    return int(key) if key.isascii() and key.isdigit() else key
 
 
 def _messages(value: object) -> list[Message]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
 from tonnage.config import Knobs, LimitKnobs, Setting
+from tonnage.errors import InvalidSetting
 from tonnage.units import parse_bytes, parse_count, parse_fraction
 
 T = TypeVar("T")
 Text: TypeAlias = str | None
 
+#: Who may start when: see ``resources/admission.py``.
+ADMISSION_POLICIES = ("optimistic", "reserve_all")
 
-def _option(flag: str, metavar: str, told: str) -> typer.models.OptionInfo:
-    # Everything is text here, so that one parser (tonnage.units) tells every mistake in the same words.
+
+def option(flag: str, metavar: str, told: str) -> typer.models.OptionInfo:
+    """An option of text: one parser (tonnage.units, tonnage.sampling) tells every mistake in the same words."""
     return typer.Option(flag, metavar=metavar, help=told, show_default=False)
 
 
@@ -25,32 +30,106 @@ def argument(metavar: str) -> typer.models.ArgumentInfo:
 
 
 Model = Annotated[str, argument("MODEL")]
-Device = Annotated[Text, _option("--device", "NAME", "A card by name (H100), or host with --memory.")]
-Memory = Annotated[Text, _option("--memory", "SIZE", "Size of the device, such as 80GiB.")]
-Dtype = Annotated[Text, _option("--dtype", "NAME", "Dtype of the weights (default: the model's own).")]
-
-MaxSeqLen = Annotated[
-    Text, _option("--max-seq-len", "N", "Tokens of one sequence, prompt and output (default: the model's length).")
-]
-MaxBatchSize = Annotated[
-    Text, _option("--max-batch-size", "N", "Sequences running at once (default 256; 32 on the host).")
-]
-MaxNumTokens = Annotated[
-    Text, _option("--max-num-tokens", "N", "Tokens computed in one step (default 8192; 512 on the host).")
-]
-
-TotalBytes = Annotated[Text, _option("--total-bytes", "SIZE", "Cap on everything the engine takes.")]
-KeepFreeBytes = Annotated[Text, _option("--keep-free-bytes", "SIZE", "Memory to leave alone (default 256MiB).")]
-KVFraction = Annotated[
-    Text, _option("--kv-fraction", "SHARE", "Share of what the fixed lines leave, for the KV cache (default 1).")
-]
-KVBytes = Annotated[Text, _option("--kv-bytes", "SIZE", "Cap on the KV cache.")]
-KVTokens = Annotated[Text, _option("--kv-tokens", "N", "Cap on the KV cache, in tokens.")]
-KVDtype = Annotated[Text, _option("--kv-dtype", "NAME", "Dtype of the KV cache (default: that of the weights).")]
-BlockTokens = Annotated[Text, _option("--block-tokens", "N", "Tokens in one KV block (default 16).")]
+Device = Annotated[Text, option("--device", "NAME", "A card by name (H100), or host with --memory.")]
+Memory = Annotated[Text, option("--memory", "SIZE", "Size of the device, such as 80GiB.")]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 Force = Annotated[bool, typer.Option("--force", help="Write over files that exist.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What decides how large the KV cache is: limits, caps and dtypes."""
+
+    max_seq_len: Annotated[
+        Text, option("--max-seq-len", "N", "Tokens of one sequence, prompt and output (default: the model's length).")
+    ] = None
+    max_batch_size: Annotated[
+        Text, option("--max-batch-size", "N", "Sequences running at once (default 256; 32 on the host).")
+    ] = None
+    max_num_tokens: Annotated[
+        Text, option("--max-num-tokens", "N", "Tokens computed in one step (default 8192; 512 on the host).")
+    ] = None
+    total_bytes: Annotated[Text, option("--total-bytes", "SIZE", "Cap on everything the engine takes.")] = None
+    keep_free_bytes: Annotated[Text, option("--keep-free-bytes", "SIZE", "Memory to leave alone (default 256MiB).")] = (
+        None
+    )
+    kv_fraction: Annotated[
+        Text, option("--kv-fraction", "SHARE", "Share of what the fixed lines leave, for the KV cache (default 1).")
+    ] = None
+    kv_bytes: Annotated[Text, option("--kv-bytes", "SIZE", "Cap on the KV cache.")] = None
+    kv_tokens: Annotated[Text, option("--kv-tokens", "N", "Cap on the KV cache, in tokens.")] = None
+    kv_dtype: Annotated[Text, option("--kv-dtype", "NAME", "Dtype of the KV cache (default: that of the weights).")] = (
+        None
+    )
+    block_tokens: Annotated[Text, option("--block-tokens", "N", "Tokens in one KV block (default 16).")] = None
+    dtype: Annotated[Text, option("--dtype", "NAME", "Dtype of the weights (default: the model's own).")] = None
+
+    def knobs(self, *, admission: Setting[str] = Setting()) -> Knobs:
+        """Raises ``InvalidSetting`` for the first text that cannot be read. Only ``keep_free_bytes`` may be 0."""
+        from tonnage.costs.dtypes import parse_dtype
+
+        return Knobs(
+            total_bytes=setting(self.total_bytes, "--total-bytes", parse_bytes),
+            keep_free_bytes=setting(self.keep_free_bytes, "--keep-free-bytes", parse_bytes, allow_zero=True),
+            kv_fraction=setting(self.kv_fraction, "--kv-fraction", parse_fraction),
+            kv_bytes=setting(self.kv_bytes, "--kv-bytes", parse_bytes),
+            kv_tokens=setting(self.kv_tokens, "--kv-tokens", parse_count),
+            kv_dtype=setting(self.kv_dtype, "--kv-dtype", parse_dtype),
+            block_tokens=setting(self.block_tokens, "--block-tokens", parse_count),
+            admission=admission,
+        )
+
+    def limits(self) -> LimitKnobs:
+        """Raises ``InvalidSetting`` for the first text that is not a whole number of at least 1."""
+        return LimitKnobs(
+            max_seq_len=setting(self.max_seq_len, "--max-seq-len", parse_count),
+            max_batch_size=setting(self.max_batch_size, "--max-batch-size", parse_count),
+            max_num_tokens=setting(self.max_num_tokens, "--max-num-tokens", parse_count),
+        )
+
+    def weights_dtype(self) -> str | None:
+        """The one name of a weight dtype. Raises ``InvalidSetting``."""
+        from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
+
+        return None if self.dtype is None else parse_dtype(self.dtype, knob="--dtype", allowed=WEIGHT_DTYPES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """How the engine schedules."""
+
+    admission: Annotated[
+        Text,
+        option("--admission", "POLICY", "optimistic (default): expected lengths, suspends; reserve_all: whole lives."),
+    ] = None
+    chunk_tokens: Annotated[
+        Text,
+        option("--chunk-tokens", "N", "Most prompt tokens in a step (default: few in one that also decodes), or none."),
+    ] = None
+
+    def admission_setting(self) -> Setting[str]:
+        """Raises ``InvalidSetting`` for a policy that there is not."""
+        return setting(self.admission, "--admission", _policy)
+
+    def keywords(self) -> dict[str, Any]:
+        """What ``EngineOptions`` is given beside its knobs. Raises ``InvalidSetting``."""
+        if self.chunk_tokens is None:
+            return {}
+        uncut = self.chunk_tokens.strip().lower() == "none"
+        return {"chunk_tokens": "none" if uncut else parse_count(self.chunk_tokens, knob="--chunk-tokens")}
+
+
+def engine_settings(model: str, memory: Text, pool: PoolOptions, serving: ServingOptions) -> dict[str, Any]:
+    """The keywords of ``EngineOptions``. Raises ``InvalidSetting`` for the first text that cannot be read."""
+    return {
+        "model": model,
+        "memory_bytes": read_bytes(memory, "--memory"),
+        "knobs": pool.knobs(admission=serving.admission_setting()),
+        "limit_knobs": pool.limits(),
+        "dtype": pool.weights_dtype(),
+        **serving.keywords(),
+    }
 
 
 def setting(text: Text, flag: str, parse: Callable[..., T], **how: object) -> Setting[T]:
@@ -58,46 +137,18 @@ def setting(text: Text, flag: str, parse: Callable[..., T], **how: object) -> Se
     return Setting() if text is None else Setting.flag(parse(text, knob=flag, **how), text, flag)
 
 
-def read_knobs(
-    *,
-    total_bytes: Text,
-    keep_free_bytes: Text,
-    kv_fraction: Text,
-    kv_bytes: Text,
-    kv_tokens: Text,
-    kv_dtype: Text,
-    block_tokens: Text,
-) -> Knobs:
-    """Raises ``InvalidSetting`` for the first text that cannot be read. Only ``keep_free_bytes`` may be 0."""
-    from tonnage.costs.dtypes import parse_dtype
-
-    return Knobs(
-        total_bytes=setting(total_bytes, "--total-bytes", parse_bytes),
-        keep_free_bytes=setting(keep_free_bytes, "--keep-free-bytes", parse_bytes, allow_zero=True),
-        kv_fraction=setting(kv_fraction, "--kv-fraction", parse_fraction),
-        kv_bytes=setting(kv_bytes, "--kv-bytes", parse_bytes),
-        kv_tokens=setting(kv_tokens, "--kv-tokens", parse_count),
-        kv_dtype=setting(kv_dtype, "--kv-dtype", parse_dtype),
-        block_tokens=setting(block_tokens, "--block-tokens", parse_count),
-    )
-
-
-def read_limits(*, max_seq_len: Text, max_batch_size: Text, max_num_tokens: Text) -> LimitKnobs:
-    """Raises ``InvalidSetting`` for the first text that is not a whole number of at least 1."""
-    return LimitKnobs(
-        max_seq_len=setting(max_seq_len, "--max-seq-len", parse_count),
-        max_batch_size=setting(max_batch_size, "--max-batch-size", parse_count),
-        max_num_tokens=setting(max_num_tokens, "--max-num-tokens", parse_count),
-    )
-
-
 def read_bytes(text: Text, flag: str) -> int | None:
     """Bytes, or None where the flag was not given. Raises ``InvalidSetting``."""
     return None if text is None else parse_bytes(text, knob=flag)
 
 
-def read_dtype(text: Text) -> str | None:
-    """The one name of a weight dtype. Raises ``InvalidSetting``."""
-    from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
+def read_count(text: Text, flag: str, default: int, *, allow_zero: bool = False) -> int:
+    """A whole number, ``default`` where the flag was not given. Raises ``InvalidSetting``."""
+    return default if text is None else parse_count(text, knob=flag, allow_zero=allow_zero)
 
-    return None if text is None else parse_dtype(text, knob="--dtype", allowed=WEIGHT_DTYPES)
+
+def _policy(text: str, *, knob: str) -> str:
+    name = text.strip().lower().replace("-", "_")
+    if name not in ADMISSION_POLICIES:
+        raise InvalidSetting(knob, text, "no such policy", remedy=f"write {' or '.join(ADMISSION_POLICIES)}")
+    return name

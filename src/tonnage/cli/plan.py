@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tonnage.cli import options as opt
+from tonnage.cli.groups import grouped
 from tonnage.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,21 +19,13 @@ Output = Annotated[
 ]
 
 
+@grouped
 def plan(
+    *,
     model: opt.Model,
     device: opt.Device = None,
     memory: opt.Memory = None,
-    max_seq_len: opt.MaxSeqLen = None,
-    max_batch_size: opt.MaxBatchSize = None,
-    max_num_tokens: opt.MaxNumTokens = None,
-    total_bytes: opt.TotalBytes = None,
-    keep_free_bytes: opt.KeepFreeBytes = None,
-    kv_fraction: opt.KVFraction = None,
-    kv_bytes: opt.KVBytes = None,
-    kv_tokens: opt.KVTokens = None,
-    kv_dtype: opt.KVDtype = None,
-    block_tokens: opt.BlockTokens = None,
-    dtype: opt.Dtype = None,
+    pool: opt.PoolOptions,
     as_json: opt.AsJson = False,
     output: Output = None,
     force: opt.Force = False,
@@ -41,17 +34,8 @@ def plan(
 
     MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage plan ./llama-3.1-8b --device H100
     """
-    knobs = opt.read_knobs(
-        total_bytes=total_bytes,
-        keep_free_bytes=keep_free_bytes,
-        kv_fraction=kv_fraction,
-        kv_bytes=kv_bytes,
-        kv_tokens=kv_tokens,
-        kv_dtype=kv_dtype,
-        block_tokens=block_tokens,
-    )
-    limits = opt.read_limits(max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
-    card, weights_dtype = card_of(device, memory), opt.read_dtype(dtype)
+    knobs, limits = pool.knobs(), pool.limits()
+    card, weights_dtype = card_of(device, memory), pool.weights_dtype()
 
     from tonnage.planner import find_config, plan_without_device
     from tonnage.report import check_writable, plan_text, write_file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tonnage.cli import options as opt
+from tonnage.cli.groups import grouped
+from tonnage.cli.rooms import engine_room
+from tonnage.cli.sampling import SamplingOptions
 from tonnage.errors import InputError, TonnageError, UserError
-from tonnage.units import parse_count
 
 if TYPE_CHECKING:
     from tonnage.cli.asks import Asks
     from tonnage.cli.serving import ResultLines, Serving, Tally
+    from tonnage.engine.request import Delta
     from tonnage.report import RunResult
 
 #: A shell tells "ended by signal N" by this much more than N.
@@ -42,15 +45,6 @@ RunFilePath = Annotated[
     str | None,
     typer.Option("--run-file", metavar="FILE", help="Keep counts, ledger and plan as JSON.", show_default=False),
 ]
-MaxTokens = Annotated[
-    str | None,
-    typer.Option(
-        "--max-tokens",
-        metavar="N",
-        help="Tokens to generate for a request (default: 128, or what fits).",
-        show_default=False,
-    ),
-]
 Chat = Annotated[
     bool | None,
     typer.Option("--chat/--no-chat", help="Put prompts into the model's chat template (default: if it has one).",
@@ -58,53 +52,33 @@ Chat = Annotated[
 ]  # fmt: skip
 
 
+@grouped
 def run(
+    *,
     model: opt.Model,
     prompt: Prompts = None,
     input_file: Input = None,
     output: Output = None,
     run_file: RunFilePath = None,
-    memory: opt.Memory = None,
-    max_tokens: MaxTokens = None,
     chat: Chat = None,
-    max_seq_len: opt.MaxSeqLen = None,
-    max_batch_size: opt.MaxBatchSize = None,
-    max_num_tokens: opt.MaxNumTokens = None,
-    total_bytes: opt.TotalBytes = None,
-    keep_free_bytes: opt.KeepFreeBytes = None,
-    kv_fraction: opt.KVFraction = None,
-    kv_bytes: opt.KVBytes = None,
-    kv_tokens: opt.KVTokens = None,
-    kv_dtype: opt.KVDtype = None,
-    block_tokens: opt.BlockTokens = None,
-    dtype: opt.Dtype = None,
+    sampling: SamplingOptions,
+    memory: opt.Memory = None,
+    pool: opt.PoolOptions,
+    serving: opt.ServingOptions,
     as_json: opt.AsJson = False,
     force: opt.Force = False,
 ) -> int:
     """Generate text inside a memory plan; what finds no memory waits.
 
     MODEL is a folder, smollm2, or a hub id. Example: tonnage run smollm2 --prompt "Hello" --memory 1500MiB
+
+    Flags that choose tokens are keys of an input line too (--top-p is "top_p"), where a line's key goes first.
     """
-    knobs = opt.read_knobs(
-        total_bytes=total_bytes,
-        keep_free_bytes=keep_free_bytes,
-        kv_fraction=kv_fraction,
-        kv_bytes=kv_bytes,
-        kv_tokens=kv_tokens,
-        kv_dtype=kv_dtype,
-        block_tokens=block_tokens,
-    )
-    limits = opt.read_limits(max_seq_len=max_seq_len, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens)
-    settings = {
-        "model": model, "memory_bytes": opt.read_bytes(memory, "--memory"), "knobs": knobs, "limit_knobs": limits,
-        "dtype": opt.read_dtype(dtype),
-    }  # fmt: skip
-    num_tokens = None if max_tokens is None else parse_count(max_tokens, knob="--max-tokens")
+    settings = opt.engine_settings(model, memory, pool, serving)
+    given = sampling.values()
     _check_files(output, run_file, input_file, as_json=as_json, force=force)
-    asks = read_asks(prompt or [], input_file)
-    tally, result = _serve(
-        settings, asks, max_tokens=num_tokens, chat=chat, output=output, as_json=as_json, force=force
-    )
+    asks = read_asks(prompt or [], input_file, given)
+    tally, result = _serve(settings, asks, chat=chat, output=output, as_json=as_json, force=force)
     _show(result, tally, asks, as_json=as_json, output=output)
     if run_file is not None:
         from tonnage.report import run_text, write_file
@@ -113,8 +87,10 @@ def run(
     return SIGNAL_EXIT + tally.stopped_by if tally.stopped_by else int(bool(tally.failures))
 
 
-def read_asks(prompts: list[str], input_file: str | None) -> Asks:
-    """Raises ``UserError`` for neither or both, ``InputError`` for a file that cannot be read or holds nothing."""
+def read_asks(prompts: list[str], input_file: str | None, sampling: Mapping[str, Any]) -> Asks:
+    """The requests, with what the flags say of ``sampling``.
+
+    Raises ``UserError`` for neither or both, ``InputError`` for a file that cannot be read or holds nothing."""
     from tonnage.cli.asks import from_lines, from_prompts
 
     if bool(prompts) == (input_file is not None):
@@ -124,12 +100,12 @@ def read_asks(prompts: list[str], input_file: str | None) -> Asks:
             remedy="keep one of them" if prompts else 'add --prompt "Hello"',
         )
     if input_file is None:
-        return from_prompts(prompts)
+        return from_prompts(prompts, sampling=sampling)
     if input_file == "-":
-        return from_lines(sys.stdin.buffer, file="stdin")
+        return from_lines(sys.stdin.buffer, file="stdin", sampling=sampling)
     try:
         with Path(input_file).open("rb") as lines:
-            return from_lines(lines, file=input_file)
+            return from_lines(lines, file=input_file, sampling=sampling)
     except OSError as fault:
         raise InputError(f"--input {input_file} cannot be read: {fault.strerror}", knob="--input") from None
 
@@ -160,34 +136,31 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def _serve(
-    settings: dict[str, Any],
-    asks: Asks,
-    *,
-    max_tokens: int | None,
-    chat: bool | None,
-    output: str | None,
-    as_json: bool,
-    force: bool,
+    settings: dict[str, Any], asks: Asks, *, chat: bool | None, output: str | None, as_json: bool, force: bool
 ) -> tuple[Tally, RunResult]:
     """Start the engine, serve everything, and take its result before it is closed."""
     from tonnage.cli.display import make_display
     from tonnage.cli.serving import ResultLines, Serving
 
-    streams = len(asks.asks) == 1 and sys.stdout.isatty() and not as_json and output != "-"
+    streams = _is_one_text(asks) and sys.stdout.isatty() and not as_json and output != "-"
     with closing(make_display(sys.stderr)) as display, closing(ResultLines(output, force=force)) as results:
         display.stage("import")
-        start, options = _engine_room()
+        start, options = engine_room("run")
         with closing(start(options(**settings), on_stage=display.stage)) as engine:
             if streams:
                 display.close()
             serving = Serving(engine, asks, results=results, display=display)
             in_chat = engine.text.has_chat_template if chat is None else chat
-            _run(serving, results, max_tokens=max_tokens, chat=in_chat, on_token=_print_token if streams else None)
+            _run(serving, results, chat=in_chat, on_delta=_print_delta if streams else None)
             if streams:
                 serving.tally.shown.clear()
                 print()
             serving.tally.records = results.records
             return serving.tally, serving.tally.counted_into(engine.result())
+
+
+def _is_one_text(asks: Asks) -> bool:
+    return len(asks.asks) == 1 and asks.asks[0].params.n == 1
 
 
 def _run(serving: Serving, results: ResultLines, **how: Any) -> None:
@@ -199,23 +172,8 @@ def _run(serving: Serving, results: ResultLines, **how: Any) -> None:
         raise
 
 
-def _engine_room() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """``start`` and ``EngineOptions``. Raises ``UserError`` where the engine's libraries are not installed."""
-    try:
-        from tonnage.engine import EngineOptions, start
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.split(".")[0] == "tonnage":
-            raise
-        raise UserError(
-            f"tonnage run needs the engine's libraries, and {missing.name!r} is not installed",
-            need="the extra tonnage[engine] (tonnage plan, report and diff work without it)",
-            remedy="pip install 'tonnage[engine]' -c constraints.txt",
-        ) from None
-    return start, EngineOptions
-
-
-def _print_token(_id: str, _token: int, text: str) -> None:
-    print(text, end="", flush=True)
+def _print_delta(delta: Delta) -> None:
+    print(delta.text, end="", flush=True)
 
 
 def _show(result: RunResult, tally: Tally, asks: Asks, *, as_json: bool, output: str | None) -> None:
@@ -248,11 +206,12 @@ def _json_text(result: RunResult, tally: Tally) -> str:
 
 def _show_texts(tally: Tally, asks: Asks, *, kept: str | None) -> None:
     for ask in asks.asks:
-        if ask.id in tally.shown:
-            text = tally.shown[ask.id].strip()
+        for number, told in enumerate(tally.shown.get(ask.id, ()), 1):
+            text = told.strip()
             whole = asks.typed or len(text) <= NUM_CHARACTERS
             shortened = text if whole else text[:NUM_CHARACTERS].rstrip() + " ..."
-            print(f"[{ask.id}]\n{shortened}\n")
+            sample = f", sample {number}" if ask.params.n > 1 else ""
+            print(f"[{ask.id}{sample}]\n{shortened}\n")
     rest = tally.finished - len(tally.shown)
     if rest > 0 and tally.shown:
         print(f"[{rest} more, {f'in {kept}' if kept else '--output FILE keeps them all'}]\n")

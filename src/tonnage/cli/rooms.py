@@ -1,0 +1,36 @@
+"""The rooms that need torch, imported when a verb is about to use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tonnage.errors import UserError
+
+
+def engine_room(verb: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """``start`` and ``EngineOptions``. Raises ``UserError`` where the engine's libraries are not installed."""
+    try:
+        from tonnage.engine import EngineOptions, start
+    except ModuleNotFoundError as missing:
+        raise _told(verb, missing) from None
+    return start, EngineOptions
+
+
+def stub_room(verb: str) -> Callable[..., Any]:
+    """``stub_engine``: an engine without a model. Raises ``UserError`` as ``engine_room`` does."""
+    try:
+        from tonnage.engine.stub import stub_engine
+    except ModuleNotFoundError as missing:
+        raise _told(verb, missing) from None
+    return stub_engine
+
+
+def _told(verb: str, missing: ModuleNotFoundError) -> Exception:
+    if missing.name is None or missing.name.split(".")[0] == "tonnage":
+        return missing
+    return UserError(
+        f"tonnage {verb} needs the engine's libraries, and {missing.name!r} is not installed",
+        need="the extra tonnage[engine] (tonnage plan, report and diff work without it)",
+        remedy="pip install 'tonnage[engine]' -c constraints.txt",
+    )
