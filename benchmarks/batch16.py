@@ -25,6 +25,7 @@ import transformers
 from tonnage.config import LimitKnobs, Setting
 from tonnage.engine import EngineOptions, start
 from tonnage.engine.models import model_folder, quiet_transformers
+from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
 PROMPT_TOKENS = 35
@@ -38,7 +39,8 @@ def make_prompts(count: int) -> list[list[int]]:
 
 def ours(engine: Any, prompts: list[list[int]], new_tokens: int) -> int:
     for i, prompt in enumerate(prompts):
-        engine.submit(engine.request(f"r{i}", token_ids=prompt, max_tokens=new_tokens, ignore_stop=True))
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+        engine.submit(engine.request(f"r{i}", params, token_ids=prompt))
     total = 0
     while engine.has_work:
         total += sum(len(completion.token_ids) for completion in engine.step())

@@ -57,6 +57,8 @@ DEFAULT_KEEP_FREE_BYTES = 256 * MiB
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_MAX_BATCH_SIZE = 256
 DEFAULT_MAX_NUM_TOKENS = 8192
+#: How requests are admitted to the KV cache; the first is the default.
+ADMISSION_POLICIES = ("optimistic", "reserve_all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,9 @@ class Knobs:
     kv_fraction      share of (cap - every line that does not depend on the number of tokens); default 1
     kv_dtype         dtype the cache is allocated in; default: the dtype of the weights
     block_tokens     tokens in one KV block (default 16)
-    host_kv_bytes, disk_kv_bytes, state_dtype, scratch, attended_tokens, admission, graphs: as types.md has them;
-        their rooms come later and a set value is refused by the planner until they do.
+    admission        "optimistic" (default): by expected lengths, running requests may be suspended; "reserve_all"
+    host_kv_bytes, disk_kv_bytes, state_dtype, scratch, attended_tokens, graphs: their rooms come later and a set
+        value is refused by the planner until they do.
     disabled_claims  claims switched off by name; the report shows each
     """
 

@@ -11,13 +11,14 @@ import torch
 from tonnage.config import LimitKnobs, Setting
 from tonnage.device.process import process_memory
 from tonnage.engine import EngineOptions, start
+from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
 limits = LimitKnobs(max_seq_len=Setting(64), max_batch_size=Setting(4), max_num_tokens=Setting(32))
 engine = start(EngineOptions(model=sys.argv[1], memory_bytes=320 * MiB, limit_knobs=limits))
 
 def serve():
-    engine.submit(engine.request("r", token_ids=[5, 9, 11], max_tokens=4, ignore_stop=True))
+    engine.submit(engine.request("r", SamplingParams(max_tokens=4, ignore_eos=True), token_ids=[5, 9, 11]))
     return [completion.finish_reason.value for _ in range(20) if engine.has_work for completion in engine.step()]
 
 print("before", *serve())

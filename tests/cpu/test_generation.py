@@ -15,6 +15,7 @@ import torch
 from tonnage.config import LimitKnobs, Setting
 from tonnage.engine import EngineOptions, start
 from tonnage.engine.models import model_folder, quiet_transformers
+from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
 pytestmark = pytest.mark.model
@@ -84,7 +85,7 @@ def engine(truths):
 
 def _run(engine, prompts, *, at_once: bool) -> list:
     requests = [
-        engine.request(f"p{i}", token_ids=prompt, max_tokens=NEW_TOKENS, ignore_stop=True)
+        engine.request(f"p{i}", SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True), token_ids=prompt)
         for i, prompt in enumerate(prompts)
     ]
     done = {}

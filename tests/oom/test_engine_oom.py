@@ -20,6 +20,7 @@ from tonnage.device.host import HostDriver
 from tonnage.device.process import process_memory
 from tonnage.engine import EngineOptions, Finish, start
 from tonnage.errors import StartupError, UserError
+from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
@@ -86,7 +87,7 @@ class FailOperation(TorchDispatchMode):
 
 def serve(engine):
     for i in range(2):
-        engine.submit(engine.request(f"r{i}", token_ids=[5 + i, 9, 11], max_tokens=2, ignore_stop=True))
+        engine.submit(engine.request(f"r{i}", SamplingParams(max_tokens=2, ignore_eos=True), token_ids=[5 + i, 9, 11]))
     done = {}
     for _ in range(50):
         if not engine.has_work:

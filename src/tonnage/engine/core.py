@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from types import TracebackType
 
+import numpy as np
+
+from tonnage.engine.events import Event, EventKind, OnEvent
+from tonnage.engine.faults import culprit, release_frames
 from tonnage.engine.interrupts import deferred_interrupts
-from tonnage.engine.request import Completion, Finish, OnToken, Progress, Request
+from tonnage.engine.outcome import Outcome, TokenLogprobs
+from tonnage.engine.refusals import refuse_impossible
+from tonnage.engine.request import Completion, Delta, Finish, OnDelta, Progress, Request
 from tonnage.engine.runtime import Runtime
-from tonnage.engine.sampler import Sampled
-from tonnage.engine.scheduler import Scheduler
-from tonnage.engine.text import Detokenizer, Message, Text
+from tonnage.engine.scheduler import Scheduled, Scheduler
+from tonnage.engine.stops import TextStream
+from tonnage.engine.text import Message, Text
 from tonnage.errors import InputError, RequestRefused, TonnageError
 from tonnage.report import RunResult, StageRecord
-from tonnage.step import StepPlan, Txn
+from tonnage.sampling import SamplingParams
+from tonnage.step import Txn
 from tonnage.terms import MemoryPlan
 
 DEFAULT_MAX_TOKENS = 128
@@ -26,27 +34,35 @@ class Engine:
     """A model inside its memory plan. Not thread-safe: one thread submits, steps and cancels.
 
     Use as a context manager, or call ``close``. ``plan``, ``ledger``, ``stages`` and ``text`` may be read at any time.
+    ``observe``, if set, hears every ``Event``; it must not call back into the engine.
     """
 
     def __init__(self, runtime: Runtime, text: Text, stages: Sequence[StageRecord]) -> None:
         self.plan: MemoryPlan = runtime.plan
-        self.ledger = runtime.site.ledger
+        self.ledger = runtime.ledger
         self.text = text
         self.stages = tuple(stages)
+        self.observe: OnEvent | None = None
         self._runtime = runtime
         self._scheduler = Scheduler(
-            runtime.dispatcher,
+            runtime.managers.dispatcher,
+            runtime.managers.slots,
+            runtime.managers.admission,
             max_num_tokens=self.plan.limits.max_num_tokens,
-            block_tokens=runtime.kv.block_tokens,
-            memory_managers=frozenset({runtime.kv.name}),
+            block_tokens=runtime.managers.kv.block_tokens,
+            chunking=runtime.chunking,
+            memory_managers=frozenset({runtime.managers.kv.name}),
+            on_admit=lambda request: self._event(EventKind.ADMITTED, request),
+            on_suspend=lambda request: self._event(EventKind.SUSPENDED, request),
         )
+        self._may_retry = all(manager.rerunnable for manager in runtime.managers.dispatcher.managers)
         self._ids: set[str] = set()
-        self._detokenizers: dict[str, Detokenizer] = {}
         self._done: list[Request] = []
         self._completions: list[Completion] = []
         self._counts = dict.fromkeys(Finish, 0)
         self._num_waited = self._prompt_tokens = self._generated_tokens = 0
         self._num_steps = 0
+        self._culprits: list[str] = []
         self._serving_ns = 0
         self._settled_ns = time.monotonic_ns()
 
@@ -55,37 +71,51 @@ class Engine:
     def request(
         self,
         id: str,
+        params: SamplingParams | None = None,
         *,
         prompt: str | None = None,
         messages: Sequence[Message] | None = None,
         token_ids: Sequence[int] | None = None,
-        max_tokens: int | None = None,
-        ignore_stop: bool = False,
-        on_token: OnToken | None = None,
+        on_delta: OnDelta | None = None,
     ) -> Request:
-        """A request from exactly one of a text, a conversation, or token ids; not submitted yet.
+        """A request for one sample, from exactly one of a text, a conversation, or token ids; not submitted yet.
 
         ``max_tokens`` left out is ``DEFAULT_MAX_TOKENS``, or what max_seq_len leaves after the prompt if that is less.
+        ``params.n`` is the caller's to expand: one request each, with seeds of its own.
 
         Raises ``RequestRefused`` for one that can never be served, ``InputError`` for one that makes no sense.
         """
         if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
             raise InputError(f"Request {id!r} must give exactly one of prompt, messages, token_ids")
+        params = params or SamplingParams()
         if messages is not None:
             ids = self.text.encode_chat(messages)
         else:
             ids = self.text.encode(prompt) if prompt is not None else list(token_ids or ())
-        if max_tokens is None:
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, self.plan.limits.max_seq_len - len(ids)))
+        room = self.plan.limits.max_seq_len - len(ids)
+        own_stops = frozenset() if params.ignore_eos else self.text.stop_ids
         request = Request(
             id=id,
             token_ids=ids,
             num_prompt_tokens=len(ids),
-            max_tokens=max_tokens,
-            stop_ids=frozenset() if ignore_stop else self.text.stop_ids,
-            on_token=on_token,
+            max_tokens=params.max_tokens or max(1, params.min_tokens, min(DEFAULT_MAX_TOKENS, room)),
+            params=params,
+            stop_ids=own_stops | frozenset(params.stop_token_ids),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            on_delta=on_delta,
+            stream=TextStream(self.text, params) if on_delta is not None or params.stop else None,
         )
-        self._refuse_impossible(request)
+        try:
+            refuse_impossible(
+                request,
+                limits=self.plan.limits,
+                chunking=self._runtime.chunking,
+                vocab_size=self._runtime.vocab_size,
+                dispatcher=self._runtime.managers.dispatcher,
+            )
+        except RequestRefused:
+            self._event(EventKind.REFUSED, request)
+            raise
         return request
 
     def submit(self, request: Request) -> None:
@@ -96,52 +126,15 @@ class Engine:
             self._ids.add(request.id)
             self._prompt_tokens += request.num_prompt_tokens
             self._scheduler.add(request)
+            self._event(EventKind.ARRIVED, request)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; what it generated so far comes with the next ``step``. Unknown ids are fine."""
         with deferred_interrupts():
             request = self._scheduler.remove(request_id)
             if request is not None:
-                request.finish = Finish.CANCELLED
+                request.finish = request.finish or Finish.CANCELLED
                 self._done.append(request)
-
-    def _refuse_impossible(self, request: Request) -> None:
-        limit = self.plan.limits.max_seq_len
-        if request.max_tokens < 1:
-            raise RequestRefused(request.id, f"Request {request.id!r} asks for max_tokens = {request.max_tokens}",
-                                 remedy="ask for at least 1")  # fmt: skip
-        if request.num_prompt_tokens == 0:
-            raise RequestRefused(request.id, f"Request {request.id!r} has an empty prompt", remedy="send some text")
-        vocabulary = self._runtime.vocab_size
-        if not all(0 <= token < vocabulary for token in request.token_ids):
-            raise RequestRefused(
-                request.id, f"Request {request.id!r} holds token ids outside the vocabulary",
-                need=f"ids from 0 to {vocabulary - 1}", remedy="encode the prompt with this model's tokenizer",
-            )  # fmt: skip
-        if request.num_prompt_tokens >= limit:
-            raise RequestRefused(
-                request.id,
-                f"The prompt of request {request.id!r} is too long",
-                need=f"{request.num_prompt_tokens + 1} tokens (prompt and one to generate)",
-                have=f"max_seq_len = {limit}",
-                remedy=f"shorten the prompt to {limit - 1} tokens, or start with a larger --max-seq-len",
-            )
-        if request.max_total_tokens > limit:
-            raise RequestRefused(
-                request.id,
-                f"Request {request.id!r} can never fit",
-                need=f"{request.num_prompt_tokens} prompt tokens + {request.max_tokens} to generate",
-                have=f"max_seq_len = {limit}",
-                remedy=f"ask for max_tokens of at most {limit - request.num_prompt_tokens}",
-            )
-        for refusal in self._runtime.dispatcher.refusals(request):
-            raise RequestRefused(
-                request.id,
-                f"Request {request.id!r} can never fit into {refusal.manager}",
-                need=f"{refusal.need} {refusal.unit}s",
-                have=f"{refusal.have} {refusal.unit}s",
-                remedy="shorten the prompt or max_tokens, or start with more memory",
-            )
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -152,12 +145,14 @@ class Engine:
     def step(self) -> list[Completion]:
         """One forward over whatever is due; returns the requests that ended since the last call.
 
-        A failure inside the forward fails the requests of that step, rolls every manager back, and the engine goes on.
+        A step that runs out of memory is rolled back and tried once more, smaller, and counted as a defect. Any other
+        failure, or a second one, fails the requests of that step, and the engine goes on.
         ``KeyboardInterrupt`` comes after the step; what it finished is then returned by the next call.
         """
         began = time.monotonic_ns()
         with deferred_interrupts():
             try:
+                self.ledger.step(self._num_steps)
                 self._step()
             finally:
                 self._serving_ns += time.monotonic_ns() - began
@@ -168,79 +163,127 @@ class Engine:
         return completions
 
     def _step(self) -> None:
-        txn = Txn()
-        plan: StepPlan | None = None
-        self.ledger.step(self._num_steps)
-        try:
-            plan = self._scheduler.schedule(txn)
-            if plan is None:
-                txn.rollback()
-                return
-            self._runtime.dispatcher.prepare(plan, txn)
-            outcome = self._runtime.launch(
-                plan, {i.request_id: self._scheduler.running(i.request_id) for i in plan.items}
-            )
-        except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a manager raises, the loop serves on
-            txn.rollback()
-            self._fail_step(plan, error)
-            return
-        except BaseException:
-            txn.rollback()
-            raise
-        txn.commit()
-        self._runtime.dispatcher.update(plan, outcome)
-        self._num_steps += 1
-        self._take(plan, outcome)
+        limit = self.plan.limits.max_num_tokens
+        failed = self._attempt(limit, may_retry=self._may_retry)
+        if failed is not None:
+            # Out here the exception and its frames are gone, and with them the tensors of the failed step.
+            self._runtime.drain()
+            self._attempt(max(1, failed // 2), may_retry=False)
         if time.monotonic_ns() - self._settled_ns > SETTLE_EVERY_NS:
             self._runtime.settle("serving")
             self._settled_ns = time.monotonic_ns()
 
-    def _take(self, plan: StepPlan, outcome: dict[str, Sampled]) -> None:
-        """The step is committed: move every request on, then hand tokens out, then let the finished go.
+    def _attempt(self, max_tokens: int, *, may_retry: bool) -> int | None:
+        """One transaction. Returns the size in tokens of a step that ran out of memory and may be tried again."""
+        txn = Txn()
+        scheduled: Scheduled | None = None
+        try:
+            scheduled = self._scheduler.schedule(txn, max_tokens=max_tokens)
+            if scheduled is None:
+                txn.rollback()
+                return None
+            self._runtime.managers.dispatcher.prepare(scheduled.plan, txn)
+            outcome = self._runtime.launch(scheduled, self._scheduler.batch)
+        except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a manager raises, the loop serves on
+            txn.rollback()
+            return self._contain(scheduled, error, max_tokens, may_retry=may_retry)
+        except BaseException:
+            txn.rollback()
+            raise
+        txn.commit()
+        try:
+            self._commit(scheduled, outcome)
+        except Exception as error:  # noqa: BLE001 - a manager that cannot move on takes its step with it, not the loop
+            self._fail_step(scheduled, error)
+        return None
+
+    def _contain(self, scheduled: Scheduled | None, error: Exception, limit: int, *, may_retry: bool) -> int | None:
+        who = culprit(error)
+        if who is None or not may_retry:
+            self._fail_step(scheduled, error)
+            return None
+        self._culprits.append(who)
+        release_frames(error)
+        if self.observe is not None:
+            self.observe(Event(kind=EventKind.RETRIED, step=self._num_steps))
+        return scheduled.plan.shape.num_tokens if scheduled is not None else limit
+
+    def _commit(self, scheduled: Scheduled, outcome: Outcome) -> None:
+        """The step is done: move every request on, then hand tokens out, then let the finished go.
 
         Callers' code runs only once all requests are consistent, so nothing it does can leave one half moved.
         """
-        told = []
-        for item in plan.items:
-            request = self._scheduler.running(item.request_id)
-            request.num_computed_tokens = item.end
-            sampled = outcome.get(item.request_id)
-            if sampled is not None and self._append(request, sampled):
-                told.append((request, sampled.token))
-        for request, token in told:
-            self._tell(request, token)
-        self._retire()
+        plan = scheduled.plan
+        self._runtime.managers.dispatcher.update(plan, outcome)
+        self._scheduler.batch.advance(plan, scheduled.slots, np.asarray(outcome.tokens, np.int64))
+        if self.observe is not None:
+            self._observe_rows(scheduled)
+        self._num_steps += 1
+        self._generated_tokens += len(outcome.tokens)
+        for request_id, told in outcome.prompt.items():
+            if (request := self._scheduler.running(request_id)) is not None:
+                request.prompt_logprobs.extend(told)
+        ended, deltas = self._append(outcome)
+        for request, delta in deltas:
+            self._tell(request, delta)
+        for request in ended:
+            self._end(request)
 
-    def _append(self, request: Request, sampled: Sampled) -> bool:
-        if not sampled.finite:
-            request.finish, request.error = Finish.ERROR, "the model's logits are not finite numbers"
-            return False
-        request.append(sampled.token, sampled.logprob)
-        self._generated_tokens += 1
-        return True
+    def _append(self, outcome: Outcome) -> tuple[list[Request], list[tuple[Request, Delta]]]:
+        """Each sampling row's token to its request; returns those that ended and what is to be told to listeners."""
+        ended: list[Request] = []
+        deltas: list[tuple[Request, Delta]] = []
+        rows = zip(outcome.request_ids, outcome.tokens, outcome.logprobs, outcome.finite, strict=True)
+        for row, (request_id, token, logprob, is_finite) in enumerate(rows):
+            request = self._scheduler.running(request_id)
+            assert request is not None
+            if not is_finite:
+                request.finish, request.error = Finish.ERROR, "the model's logits are not finite numbers"
+                ended.append(request)
+                continue
+            request.append(token, logprob)
+            if request.params.logprobs:
+                request.top_logprobs.append(outcome.top.get(row, ()))
+            if request.stream is not None:
+                deltas += self._streamed(request, TokenLogprobs(token, logprob, outcome.top.get(row, ())))
+            if request.finish is not None:
+                ended.append(request)
+        return ended, deltas
 
-    def _retire(self) -> None:
-        for request in self._scheduler.finished():
+    def _streamed(self, request: Request, token: TokenLogprobs) -> list[tuple[Request, Delta]]:
+        """Text of a request that streams or looks for stop strings; a stop string ends it here."""
+        assert request.stream is not None
+        text = request.stream.push(token.token, check_stop=request.num_generated_tokens >= request.params.min_tokens)
+        if request.stream.matched is not None:
+            request.finish, request.stop_reason = Finish.STOP, request.stream.matched
+        elif request.finish is not None:
+            text += request.stream.flush()
+        delta = Delta(request_id=request.id, text=text, tokens=(token,), finish_reason=request.finish)
+        return [(request, delta)] if request.on_delta is not None else []
+
+    def _tell(self, request: Request, delta: Delta) -> None:
+        if request.on_delta is None or request.finish is Finish.CANCELLED:
+            return  # cancelled by another's callback in this very step
+        try:
+            request.on_delta(delta)
+        except Exception as error:  # noqa: BLE001 - a caller's callback must not take the other requests down
+            request.finish, request.error = Finish.ERROR, f"on_delta raised {type(error).__name__}: {error}"
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Out of the scheduler, unless it has left already."""
+        if self._scheduler.running(request.id) is request:
             self._scheduler.remove(request.id)
             self._done.append(request)
 
-    def _tell(self, request: Request, token: int) -> None:
-        if request.on_token is None or request.finish is Finish.CANCELLED:
-            return  # cancelled by another's callback in this very step
-        detokenizer = self._detokenizers.setdefault(request.id, Detokenizer(self.text))
-        text = detokenizer.push(token)
-        if request.finish is not None:
-            text += detokenizer.flush()
-        try:
-            request.on_token(request.id, token, text)
-        except Exception as error:  # noqa: BLE001 - a caller's callback must not take the other requests down
-            request.finish, request.error = Finish.ERROR, f"on_token raised {type(error).__name__}: {error}"
-
-    def _fail_step(self, plan: StepPlan | None, error: Exception) -> None:
-        """The step's requests end with the error; without a plan, the head of the queue does, or nothing would move."""
+    def _fail_step(self, scheduled: Scheduled | None, error: Exception) -> None:
+        """The step's requests end with the error; without a plan, whoever was being admitted, or nothing would move."""
         told = str(error) if isinstance(error, TonnageError) else f"{type(error).__name__}: {error}"
-        head = self._scheduler.head()
-        failing = [item.request_id for item in plan.items] if plan else [head.id] if head else []
+        if scheduled is not None:
+            failing = list(scheduled.plan.request_ids)
+        else:
+            suspect = self._scheduler.admitting or self._scheduler.head()
+            failing = [suspect.id] if suspect is not None else []
         for request_id in failing:
             request = self._scheduler.remove(request_id)
             if request is not None:
@@ -250,24 +293,72 @@ class Engine:
     def _complete(self, request: Request) -> Completion:
         assert request.finish is not None
         self._ids.discard(request.id)
-        self._detokenizers.pop(request.id, None)
         self._counts[request.finish] += 1
         self._num_waited += request.waited
+        if request.finish in (Finish.STOP, Finish.LENGTH):
+            self._runtime.managers.admission.finished(request.num_generated_tokens)
+        self._event(EventKind.ENDED, request)
         return Completion(
             request_id=request.id,
-            text=self.text.decode(request.generated_ids),
+            text=self._text(request),
             token_ids=tuple(request.generated_ids),
             logprobs=tuple(request.logprobs),
+            top_logprobs=tuple(request.top_logprobs),
+            prompt_logprobs=tuple(request.prompt_logprobs),
             num_prompt_tokens=request.num_prompt_tokens,
             finish_reason=request.finish,
+            stop_reason=request.stop_reason,
             error=request.error,
             waited=request.waited,
+            num_suspended=request.num_suspended,
         )
+
+    def _text(self, request: Request) -> str:
+        """What was streamed, to the letter, or the text of all tokens; a listener hears of an end without a token."""
+        if request.stream is None:
+            skip = request.params.skip_special_tokens
+            return self.text.decode(request.generated_ids, skip_special_tokens=skip)
+        rest = request.stream.flush()
+        if request.on_delta is not None and request.finish in (Finish.CANCELLED, Finish.ERROR):
+            try:
+                request.on_delta(Delta(request_id=request.id, text=rest, finish_reason=request.finish))
+            except Exception as error:  # noqa: BLE001 - as in _tell; the request has ended already
+                request.error = request.error or f"on_delta raised {type(error).__name__}: {error}"
+        return request.stream.told
 
     # -- what is going on ----------------------------------------------------------------------------------------
 
+    def _event(self, kind: EventKind, request: Request) -> None:
+        if self.observe is None:
+            return
+        self.observe(
+            Event(
+                kind=kind,
+                step=self._num_steps,
+                request_id=request.id,
+                num_prompt_tokens=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                priority=request.priority,
+                num_known_tokens=len(request.token_ids),
+                finish=request.finish,
+            )
+        )
+
+    def _observe_rows(self, scheduled: Scheduled) -> None:
+        assert self.observe is not None
+        for item in scheduled.plan.items:
+            self.observe(
+                Event(
+                    kind=EventKind.COMPUTED,
+                    step=self._num_steps,
+                    request_id=item.request_id,
+                    start=item.start,
+                    count=item.count,
+                )
+            )
+
     def progress(self) -> Progress:
-        kv = self._runtime.kv
+        kv = self._runtime.managers.kv
         return Progress(
             num_finished=sum(self._counts.values()),
             num_running=self._scheduler.num_running,
@@ -275,6 +366,7 @@ class Engine:
             kv_used_tokens=kv.pool.num_used * kv.block_tokens,
             kv_total_tokens=kv.capacity() * kv.block_tokens,
             generated_tokens=self._generated_tokens,
+            num_suspensions=self._scheduler.num_suspensions,
         )
 
     def result(self) -> RunResult:
@@ -284,6 +376,8 @@ class Engine:
             failed=self._counts[Finish.ERROR],
             cancelled=self._counts[Finish.CANCELLED],
             waited=self._num_waited,
+            suspensions=self._scheduler.num_suspensions,
+            retried_steps=tuple(self._culprits),
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             elapsed_ms=self._serving_ns // 10**6,

@@ -1,4 +1,4 @@
-"""What the engine did, told as it happens to whoever listens (``Engine.observe``): the log that the soak test audits."""
+"""What the engine did, told as it happens to whoever listens (``Engine.observe``): the log that a soak audits."""
 
 from __future__ import annotations
 

@@ -2,19 +2,23 @@
 
 The batch is one row of T tokens, as transformers calls it: input_ids [1, T], position_ids [1, T]. Attention goes
 through transformers' registry to our backend, which finds pages and positions in the step object passed along.
+The vocabulary projection runs for at most ``max_logits_rows`` rows at once, so its memory does not grow with prompts
+that want log-probabilities of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from tonnage.attention.base import Backend, Row
-from tonnage.engine.sampler import Sampled, greedy
-from tonnage.step import StepItem, StepPlan
+from tonnage.engine.inputs import PromptSlice, StepInputs
+from tonnage.engine.outcome import Outcome, TokenLogprobs
+from tonnage.engine.sampling import Sampler
+from tonnage.step import Ints
 from tonnage.workspace import ScratchArena
 
 #: Name of our attention function in transformers' registry. No mask is registered under it, so that none is made.
@@ -44,12 +48,25 @@ def _attend(
 
 
 class Executor:
-    """The model, its attention backend and its scratch: ``launch`` computes a prepared step and asks no driver."""
+    """The model, its attention backend, scratch and sampler: ``launch`` computes a prepared step and asks no driver.
 
-    def __init__(self, model: torch.nn.Module, backend: Backend, scratch: ScratchArena) -> None:
-        self._model: torch.nn.Module | None = model
+    ``model`` is a causal language model of transformers whose logits are its output embeddings of the last hidden
+    state and nothing more (the families that we run).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        backend: Backend,
+        scratch: ScratchArena,
+        sampler: Sampler,
+        *,
+        max_logits_rows: int,
+    ) -> None:
+        self._model: Any = model
         self._backend: Backend | None = backend
-        self._scratch = scratch
+        self._scratch, self._sampler = scratch, sampler
+        self._max_logits_rows = max_logits_rows
 
     def close(self) -> None:
         """Let go of every tensor over weights, pool and scratch."""
@@ -57,33 +74,66 @@ class Executor:
         self._scratch.close()
 
     @torch.inference_mode()
-    def launch(
-        self, plan: StepPlan, tokens: Mapping[str, Sequence[int]], blocks: Mapping[str, np.ndarray]
-    ) -> dict[str, Sampled]:
-        """Run ``plan`` over each request's token ids and KV blocks; returns what its rows sampled."""
+    def launch(self, inputs: StepInputs) -> Outcome:
+        """Run the step; every row that samples draws its token."""
         if self._model is None or self._backend is None:
             raise RuntimeError("the engine is closed")
-        rows = self._rows(plan.items, blocks)
-        ids = np.concatenate([np.asarray(tokens[i.request_id][i.start : i.end], np.int64) for i in plan.items])
-        positions = np.concatenate([np.arange(item.start, item.end, dtype=np.int64) for item in plan.items])
-        sampling = [(item, row) for item, row in zip(plan.items, rows, strict=True) if item.samples]
-        last = torch.tensor([row.offset + row.count - 1 for _, row in sampling], dtype=torch.int64)
-        with self._scratch.step(plan.shape) as scratch:
-            prepared = self._backend.prepare(rows, scratch)
-            logits = self._model(
-                input_ids=torch.from_numpy(ids).unsqueeze(0),
-                position_ids=torch.from_numpy(positions).unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=last,
-                step=(self._backend, prepared),
-            ).logits
-        sampled = greedy(logits[0])
-        return {item.request_id: outcome for (item, _), outcome in zip(sampling, sampled, strict=True)}
+        hidden = self._hidden(inputs)
+        plan = inputs.plan
+        sampling = np.flatnonzero(plan.samples)
+        last = torch.from_numpy((np.cumsum(plan.counts) - 1)[sampling])
+        sampled = self._sampler.sample(self._logits(hidden[last]), inputs.sampling, inputs.penalties)
+        return Outcome(
+            request_ids=[plan.request_ids[row] for row in sampling.tolist()],
+            tokens=sampled.tokens,
+            logprobs=sampled.logprobs,
+            finite=sampled.finite,
+            top=sampled.top,
+            prompt=self._prompt_logprobs(hidden, inputs.prompts),
+        )
 
-    @staticmethod
-    def _rows(items: Sequence[StepItem], blocks: Mapping[str, np.ndarray]) -> list[Row]:
-        rows, offset = [], 0
-        for item in items:
-            rows.append(Row(start=item.start, end=item.end, offset=offset, blocks=blocks[item.request_id]))
-            offset += item.count
-        return rows
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
+        """Last hidden states [T, H] of the flattened batch."""
+        assert self._backend is not None
+        plan = inputs.plan
+        with self._scratch.step(plan.shape) as scratch:
+            prepared = self._backend.prepare(_rows(inputs), scratch)
+            states = self._model.base_model(
+                input_ids=torch.from_numpy(inputs.ids).unsqueeze(0),
+                position_ids=torch.from_numpy(_positions(plan.starts, plan.counts)).unsqueeze(0),
+                use_cache=False,
+                step=(self._backend, prepared),
+            ).last_hidden_state
+        return states[0]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, H] -> [rows, V], for at most ``max_logits_rows`` rows."""
+        assert hidden.shape[0] <= self._max_logits_rows
+        return self._model.get_output_embeddings()(hidden)
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, prompts: Sequence[PromptSlice]) -> dict[str, list[TokenLogprobs]]:
+        found: dict[str, list[TokenLogprobs]] = {}
+        for piece in prompts:
+            told = found.setdefault(piece.request_id, [])
+            for begin, end in _slices(piece.targets.size, self._max_logits_rows):
+                logits = self._logits(hidden[piece.first + begin : piece.first + end])
+                targets = piece.targets[begin:end].tolist()
+                told += self._sampler.prompt_logprobs(logits, targets, [piece.num_top] * len(targets))
+        return found
+
+
+def _rows(inputs: StepInputs) -> list[Row]:
+    plan = inputs.plan
+    offsets = np.cumsum(plan.counts) - plan.counts
+    places = zip(plan.starts.tolist(), plan.ends.tolist(), offsets.tolist(), inputs.slots.tolist(), strict=True)
+    return [Row(start=start, end=end, offset=offset, blocks=inputs.table[slot]) for start, end, offset, slot in places]
+
+
+def _positions(starts: Ints, counts: Ints) -> Ints:
+    """``starts[i] ... starts[i] + counts[i] - 1`` of every row, one behind the other."""
+    offsets = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(starts - offsets, counts)
+
+
+def _slices(total: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + size, total)) for begin in range(0, total, size))

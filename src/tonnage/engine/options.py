@@ -3,8 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tonnage.config import Knobs, LimitKnobs
+from tonnage.errors import InvalidSetting
+from tonnage.units import round_up
+
+#: Prefill tokens in a step that also decodes, where nothing else was asked for. On a CPU a token costs the same in
+#: prefill and decode, so this many beside a batch of decodes make a step of about twice the time.
+TOKENS_BESIDE_DECODES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunking:
+    """How prompts are cut. ``max_tokens``: the longest chunk, whole blocks; ``beside_decodes``: all chunks of a step
+    that also decodes; None: as much as a step computes. ``is_on`` False: a prompt is computed in one step.
+    """
+
+    is_on: bool = True
+    max_tokens: int | None = None
+    beside_decodes: int | None = None
+
+    @classmethod
+    def of(cls, chunk_tokens: int | Literal["none"] | None, *, block_tokens: int) -> Chunking:
+        """From ``EngineOptions.chunk_tokens``. Raises ``InvalidSetting``."""
+        if chunk_tokens is None:
+            return cls(beside_decodes=round_up(TOKENS_BESIDE_DECODES, block_tokens))
+        if chunk_tokens == "none":
+            return cls(is_on=False)
+        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+            raise InvalidSetting(
+                "chunk_tokens", chunk_tokens, "neither a number of tokens nor none", remedy="write 64, or none"
+            )
+        return cls(max_tokens=round_up(chunk_tokens, block_tokens), beside_decodes=round_up(chunk_tokens, block_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +44,10 @@ class EngineOptions:
 
     On the host device ``memory_bytes`` is a hard cap on what the process may take beyond what it held after its
     imports; None takes what the system has available. ``dtype`` of weights and compute: default the model's own.
+
+    ``chunk_tokens`` cuts prompts: at most so many prefill tokens in a step (rounded up to whole blocks). None: what a
+    step computes, but few in a step that also decodes, so that decodes are not held up. "none": prompts are not cut,
+    and one longer than a step is refused.
 
     ``fence`` makes that cap hard for the whole process: an allocation past it fails. Switch it off where the same
     process holds other large things of its own; the ledger then still reports what passes the cap.
@@ -24,4 +59,5 @@ class EngineOptions:
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
     dtype: str | None = None
     attention: str = "sdpa"
+    chunk_tokens: int | Literal["none"] | None = None
     fence: bool = True

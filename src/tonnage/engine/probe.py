@@ -1,8 +1,9 @@
 """Probes: full steps run before the plan, to see what a forward takes beyond the weights, the cache and the scratch.
 
-The managers name the requests (``ResourceManager.probe``); a trial pool just large enough holds them. Two figures
-come out of each stage: bytes of tensors alive at the peak, and bytes by which the process really grew. The second
-holds what kernels take inside themselves and what the heap wastes.
+The managers name the requests (``ResourceManager.probe``); a trial pool just large enough holds them, and they go the
+way of real ones: admitted, prepared, launched. Three stages: prefill, whose prompts want log-probabilities; decode;
+and the sampler with every feature on. Two figures come out of each: bytes of tensors alive at the peak, and bytes by
+which the process really grew. The second holds what kernels take inside themselves and what the heap wastes.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ import torch
 
 from tonnage.config import Limits
 from tonnage.device.process import ProcessMemory, process_memory, reset_peak, trim_heap
+from tonnage.engine.batch import Batch
 from tonnage.engine.executor import Executor
+from tonnage.engine.inputs import StepInputs
+from tonnage.engine.managers import Managers
+from tonnage.engine.request import Request
+from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.site import ROUNDING_BYTES
 from tonnage.engine.tracker import StorageTracker
 from tonnage.resources.base import RequestView
 from tonnage.resources.block_pool import BlockPool
-from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
+from tonnage.sampling import SamplingParams
 from tonnage.step import StepItem, StepPlan, Txn
 from tonnage.terms import Quantity, Source, StagePeak
 from tonnage.units import round_up
 
-STAGES = ("prefill", "decode")
+STAGES = ("prefill", "decode", "sampler")
 
 
 def trial_blocks(limits: Limits, *, block_tokens: int) -> int:
@@ -37,26 +43,21 @@ def trial_blocks(limits: Limits, *, block_tokens: int) -> int:
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
     )
-    return max(sum(kv.lifetime_need(request) for request in kv.probe(stage, limits)) for stage in STAGES)
+    return max(sum(kv.lifetime_need(request) for request in _named_by(kv, stage, limits)) for stage in STAGES)
 
 
 class Prober:
-    """Runs probe stages through the same dispatcher and executor as real requests.
+    """Runs probe stages through ``managers`` and the executor as real requests go; nothing is left behind.
 
-    ``known`` tensors exist before a step (weights, pool, scratch) and are no part of what it takes.
+    ``known`` tensors exist before a step (weights, pool, scratch) and are no part of what it takes. The penalty tables
+    are allocated by the first run of the sampler stage; closing the managers gives them back.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        dispatcher: Dispatcher,
-        kv: KVManager,
-        *,
-        limits: Limits,
-        known: Sequence[torch.Tensor],
+        self, executor: Executor, managers: Managers, *, limits: Limits, vocab_size: int, known: Sequence[torch.Tensor]
     ) -> None:
-        self._executor, self._dispatcher, self._kv = executor, dispatcher, kv
-        self._limits, self._known = limits, known
+        self._executor, self._managers = executor, managers
+        self._limits, self._vocab_size, self._known = limits, vocab_size, known
 
     def warm_up(self) -> None:
         """First calls of every kernel, so that one-off library buffers are not taken for transients."""
@@ -76,7 +77,8 @@ class Prober:
         return tuple(max(pair, key=lambda peak: peak.reserved.bytes) for pair in zip(first, second, strict=True))
 
     def _measure(self, stage: str, before: ProcessMemory) -> StagePeak:
-        tracker = StorageTracker(self._known)
+        tables = self._managers.penalties.tables()
+        tracker = StorageTracker([*self._known, *(tables or ())])
         can_reset = reset_peak()
         plan = self._run(stage, tracker)
         after = process_memory()
@@ -94,34 +96,84 @@ class Prober:
         )
 
     def _run(self, stage: str, tracker: StorageTracker | None) -> StepPlan:
-        requests = self._held_by_pool(self._kv.probe(stage, self._limits))
-        with self._dispatcher.holding(requests):
-            plan = StepPlan.of(0, tuple(_item(request, stage) for request in requests))
+        requests = [
+            _request(view, self._params(stage))
+            for view in self._held_by_pool(_named_by(self._managers.kv, stage, self._limits))
+        ]
+        with self._managers.dispatcher.holding(requests):
+            scheduled, batch = self._scheduled(requests)
             txn = Txn()
-            self._dispatcher.prepare(plan, txn)
+            self._managers.dispatcher.prepare(scheduled.plan, txn)
             try:
-                self._launch(plan, tracker)
+                self._launch(StepInputs.of(scheduled, batch, self._managers), tracker)
             finally:
                 txn.rollback()
-        return plan
+        return scheduled.plan
 
     def _held_by_pool(self, requests: Sequence[RequestView]) -> Sequence[RequestView]:
         """The first of the requests that the pool holds at once: no real step computes more than that either."""
-        needs = accumulate(self._kv.lifetime_need(request) for request in requests)
-        return [request for request, need in zip(requests, needs, strict=True) if need <= self._kv.available()]
+        kv = self._managers.kv
+        needs = accumulate(kv.lifetime_need(request) for request in requests)
+        return [request for request, need in zip(requests, needs, strict=True) if need <= kv.available()]
 
-    def _launch(self, plan: StepPlan, tracker: StorageTracker | None) -> None:
-        # Token 0 everywhere: what a dense model takes does not depend on what it reads.
-        tokens = {item.request_id: [0] * item.end for item in plan.items}
-        blocks: dict[str, np.ndarray] = {item.request_id: self._kv.row(item.request_id) for item in plan.items}
+    def _scheduled(self, requests: Sequence[Request]) -> tuple[Scheduled, Batch]:
+        """One step that computes all that is known of each request."""
+        batch = Batch(self._limits.max_batch_size)
+        items = []
+        for request in requests:
+            request.slot = self._managers.slots.slot_of(request.id)
+            batch.add(request)
+            start = request.num_computed_tokens
+            items.append(
+                StepItem(request_id=request.id, start=start, count=len(request.token_ids) - start, samples=True)
+            )
+        slots = np.array([request.slot for request in requests], np.int64)
+        return Scheduled(StepPlan.of(0, items), slots), batch
+
+    def _launch(self, inputs: StepInputs, tracker: StorageTracker | None) -> None:
         if tracker is None:
-            self._executor.launch(plan, tokens, blocks)
+            self._executor.launch(inputs)
             return
         with tracker:
-            self._executor.launch(plan, tokens, blocks)
+            self._executor.launch(inputs)
+
+    def _params(self, stage: str) -> SamplingParams:
+        num_top = min(self._limits.max_logprobs, self._vocab_size)
+        if stage == "prefill":
+            return SamplingParams(prompt_logprobs=num_top)
+        if stage == "decode":
+            return SamplingParams()
+        penalty = 0.5 if self._limits.penalties else 0.0
+        return SamplingParams(
+            temperature=0.9,
+            top_k=50,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1 + penalty,
+            presence_penalty=penalty,
+            frequency_penalty=penalty,
+            logit_bias={0: 1.0},
+            min_tokens=3,
+            stop_token_ids=(0,),
+            logprobs=num_top,
+            seed=0,
+        )
 
 
-def _item(request: RequestView, stage: str) -> StepItem:
-    start = request.num_computed_tokens
-    count = 1 if stage == "decode" else request.num_prompt_tokens - start
-    return StepItem(request_id=request.id, start=start, count=count, samples=True)
+def _named_by(kv: KVManager, stage: str, limits: Limits) -> Sequence[RequestView]:
+    """The stand-ins of a stage; the sampler is shown by a step of decodes."""
+    return kv.probe("decode" if stage == "sampler" else stage, limits)
+
+
+def _request(view: RequestView, params: SamplingParams) -> Request:
+    # Token 0 everywhere: what a dense model takes does not depend on what it reads.
+    num_known = max(view.num_prompt_tokens, view.num_computed_tokens + 1)
+    return Request(
+        id=view.id,
+        token_ids=[0] * num_known,
+        num_prompt_tokens=view.num_prompt_tokens,
+        max_tokens=view.max_total_tokens - view.num_prompt_tokens,
+        params=params,
+        stop_ids=frozenset(params.stop_token_ids),
+        num_computed_tokens=view.num_computed_tokens,
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tonnage.engine.outcome import TokenLogprobs
+from tonnage.engine.stops import TextStream
 from tonnage.sampling import SamplingParams
 
 
@@ -48,6 +49,7 @@ class Request:
         |-- in the KV cache --|-- known, to compute --|-- still to generate --|
 
     ``arrival`` numbers requests in order of submission; ``seed`` is the sampler's key, drawn if none was given.
+    ``stream`` makes its text as it grows, for a request that streams or has stop strings.
     """
 
     id: str
@@ -58,6 +60,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     seed: int = 0
     on_delta: OnDelta | None = None
+    stream: TextStream | None = None
     num_computed_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -88,6 +91,16 @@ class Request:
     @property
     def generated_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token: int, logprob: float) -> None:
+        """Take a sampled token and decide by it whether the request is done; stop strings are looked for elsewhere."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids:
+            self.finish = Finish.STOP
+            self.stop_reason = token if token in self.params.stop_token_ids else None
+        elif len(self.token_ids) >= self.max_total_tokens:
+            self.finish = Finish.LENGTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

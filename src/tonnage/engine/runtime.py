@@ -2,42 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import Any, Protocol
 
 from tonnage.device.process import trim_heap
+from tonnage.engine.batch import Batch
 from tonnage.engine.executor import Executor
-from tonnage.engine.request import Request
-from tonnage.engine.sampler import Sampled
+from tonnage.engine.inputs import StepInputs
+from tonnage.engine.managers import Managers
+from tonnage.engine.options import Chunking
+from tonnage.engine.outcome import Outcome
+from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.site import Site
-from tonnage.ledger import Account
+from tonnage.ledger import Account, Ledger
 from tonnage.report import RunResult
-from tonnage.resources.dispatcher import Dispatcher
-from tonnage.resources.kv import KVManager
-from tonnage.step import StepPlan
 from tonnage.terms import MemoryPlan
 
 
+class Runtime(Protocol):
+    """What the engine's loop needs of the machine below it."""
+
+    @property
+    def plan(self) -> MemoryPlan: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def managers(self) -> Managers: ...
+    @property
+    def chunking(self) -> Chunking: ...
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
+        """Compute a prepared step. Whatever it raises, nothing that it took is kept."""
+
+    def settle(self, phase: str) -> None:
+        """Look at the device between steps and tell the ledger."""
+
+    def drain(self) -> None:
+        """After a step that ran out of memory: wait for the device and give back what nobody holds."""
+
+    def result(self, **counts: Any) -> RunResult: ...
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
-class Runtime:
-    """``transient`` accounts for what comes and goes inside steps."""
+class DeviceRuntime:
+    """A model on the host device. ``transient`` accounts for what comes and goes inside steps."""
 
     plan: MemoryPlan
     vocab_size: int
+    managers: Managers
+    chunking: Chunking
     site: Site
-    kv: KVManager
-    dispatcher: Dispatcher
     executor: Executor
     transient: Account
     peak_own_bytes: int | None = None
 
-    def launch(self, plan: StepPlan, requests: Mapping[str, Request]) -> dict[str, Sampled]:
-        tokens = {id: request.token_ids for id, request in requests.items()}
-        blocks: dict[str, np.ndarray[Any, Any]] = {id: self.kv.row(id) for id in requests}
-        return self.executor.launch(plan, tokens, blocks)
+    @property
+    def ledger(self) -> Ledger:
+        return self.site.ledger
+
+    def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
+        return self.executor.launch(StepInputs.of(scheduled, batch, self.managers))
+
+    def drain(self) -> None:
+        self.settle("out of memory")
 
     def settle(self, phase: str) -> None:
         """Look at the device between steps, make the heap give back what it keeps, look again; tell the ledger.
@@ -71,5 +103,5 @@ class Runtime:
     def close(self) -> None:
         """Drop every tensor over our memory, then give the memory back; idempotent."""
         self.executor.close()
-        self.dispatcher.close()
+        self.managers.dispatcher.close()
         self.site.close()

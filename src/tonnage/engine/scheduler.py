@@ -1,38 +1,91 @@
-"""Who computes what in the next step: running sequences first, then the queue in its order.
+"""Who computes what in the next step.
 
-A request enters only when every manager has granted its whole life, so a running sequence never stops for want of
-memory. The queue is strict: if its head must wait, nobody overtakes it. A prompt that does not fit the step's
-tokens is computed in chunks that end on block boundaries.
+Running decodes come first, one token each, so a long prompt never keeps them from their next token. What is left of
+the step's tokens goes to prefill chunks, which end on block boundaries: first of the sequences that run, then of
+those that wait, in the order of the queue. The queue is strict: if its head must wait, nobody goes before it.
+
+Where the admission policy is optimistic the pool may run short. Then running sequences are suspended: their blocks
+are given back, they return to their place in the queue, and their tokens are computed again later. The oldest running
+sequence is never suspended, so it finishes, and then the next one is the oldest.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import numpy as np
+
+from tonnage.engine.batch import Batch
+from tonnage.engine.options import Chunking
+from tonnage.engine.queue import Turn, WaitingQueue
 from tonnage.engine.request import Request
+from tonnage.resources.admission import Admission
 from tonnage.resources.base import Deferral
 from tonnage.resources.dispatcher import Dispatcher
-from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.resources.slots import SlotManager
+from tonnage.step import Ints, StepPlan, Txn
 from tonnage.units import round_down
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheduled:
+    """A step's plan, and the slot of each of its rows."""
+
+    plan: StepPlan
+    slots: Ints
+
+
+@dataclass(slots=True, eq=False)
+class _Rows:
+    """The rows of a step while it is put together."""
+
+    slots: Ints
+    counts: Ints
+
+    def without(self, slot: int) -> _Rows:
+        keep = self.slots != slot
+        return _Rows(self.slots[keep], self.counts[keep])
+
+    def plus(self, slots: list[int], counts: list[int]) -> _Rows:
+        if not slots:
+            return self
+        return _Rows(np.append(self.slots, slots), np.append(self.counts, counts))
 
 
 class Scheduler:
     """The queue and the running sequences. ``schedule`` belongs to a transaction: its rollback undoes admissions.
 
     A request that a manager named in ``memory_managers`` kept waiting is marked as having waited.
+    ``on_admit`` and ``on_suspend`` hear of every request that starts to run or gives its memory up.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, *, max_num_tokens: int, block_tokens: int, memory_managers: frozenset[str]
+        self,
+        dispatcher: Dispatcher,
+        slots: SlotManager,
+        admission: Admission,
+        *,
+        max_num_tokens: int,
+        block_tokens: int,
+        chunking: Chunking,
+        memory_managers: frozenset[str],
+        on_admit: Callable[[Request], None] = lambda _: None,
+        on_suspend: Callable[[Request], None] = lambda _: None,
     ) -> None:
-        self._dispatcher = dispatcher
-        self._max_num_tokens = max_num_tokens
-        self._block_tokens = block_tokens
+        self.batch = Batch(slots.capacity())
+        self.num_suspensions = 0
+        #: Whose admission is under way: to blame if it raises.
+        self.admitting: Request | None = None
+        self._dispatcher, self._slots, self._admission = dispatcher, slots, admission
+        self._max_num_tokens, self._block_tokens, self._chunking = max_num_tokens, block_tokens, chunking
         self._memory_managers = memory_managers
-        self._waiting: deque[Request] = deque()
+        self._on_admit, self._on_suspend = on_admit, on_suspend
+        self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}
-        self._next_step = 0
-        self._num_deferrals = 0
+        self._num_arrived = self._num_deferrals = self._next_step = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -42,88 +95,191 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def running(self, request_id: str) -> Request:
-        return self._running[request_id]
+    def running(self, request_id: str) -> Request | None:
+        return self._running.get(request_id)
 
     def add(self, request: Request) -> None:
+        request.arrival = self._num_arrived
         request.deferrals_before = self._num_deferrals
-        self._waiting.append(request)
+        self._num_arrived += 1
+        self._waiting.push(request)
 
     def head(self) -> Request | None:
         """Who is next to be admitted, or else the oldest running request."""
-        return self._waiting[0] if self._waiting else next(iter(self._running.values()), None)
-
-    def finished(self) -> list[Request]:
-        """Running requests that have ended and still hold what they were given."""
-        return [request for request in self._running.values() if request.finish is not None]
+        return self._waiting.peek() or self._oldest()
 
     def remove(self, request_id: str) -> Request | None:
         """Take a request out wherever it stands and give back what it holds; None if it is not here."""
-        request = self._running.pop(request_id, None)
+        request = self._running.get(request_id)
         if request is not None:
-            self._dispatcher.free(request_id)
+            self._stop(request)
             return request
-        for waiting in self._waiting:
-            if waiting.id == request_id:
-                self._waiting.remove(waiting)
-                self._note_wait(waiting)
-                return waiting
-        return None
-
-    def schedule(self, txn: Txn) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute."""
-        items = self._continue_running()
-        self._admit(items, txn)
-        if not items:
-            return None
-        plan = StepPlan.of(self._next_step, tuple(items))
-        self._next_step += 1
-        return plan
-
-    def _continue_running(self) -> list[StepItem]:
-        """Decodes before prefill chunks, so that a long prompt never keeps a running sequence from its token."""
-        items: list[StepItem] = []
-        budget = self._max_num_tokens
-        for request in sorted(self._running.values(), key=lambda request: request.num_to_compute > 1):
-            if item := self._item(request, budget):
-                items.append(item)
-                budget -= item.count
-        return items
-
-    def _admit(self, items: list[StepItem], txn: Txn) -> None:
-        budget = self._max_num_tokens - sum(item.count for item in items)
-        while self._waiting and (item := self._item(self._waiting[0], budget)):
-            answer = self._dispatcher.admit(self._waiting[0], txn)
-            if isinstance(answer, Deferral):
-                # The whole queue waits with its head; for a slot it waits as well, but not for memory.
-                self._num_deferrals += answer.manager in self._memory_managers
-                return
-            request = self._waiting.popleft()
+        request = self._waiting.remove(request_id)
+        if request is not None:
             self._note_wait(request)
-            self._running[request.id] = request
-            txn.undo(lambda request=request: self._unadmit(request))  # type: ignore[misc]
-            items.append(item)
-            budget -= item.count
+        return request
+
+    def suspend(self, request_id: str) -> None:
+        """Give a running request's memory back and let it wait for its turn again. Anything else is left as it is."""
+        request = self._running.get(request_id)
+        if request is None:
+            return
+        self._stop(request)
+        request.num_computed_tokens = 0
+        request.num_suspended += 1
+        request.waited = True
+        self.num_suspensions += 1
+        self._admission.suspended()
+        self._waiting.push(request)
+        self._on_suspend(request)
+
+    def _stop(self, request: Request) -> None:
+        del self._running[request.id]
+        self.batch.remove(request)
+        request.slot = -1
+        self._dispatcher.free(request.id)
+
+    def _oldest(self) -> Request | None:
+        return min(self._running.values(), key=lambda request: request.arrival, default=None)
 
     def _note_wait(self, request: Request) -> None:
         request.waited = request.waited or self._num_deferrals > request.deferrals_before
 
-    def _unadmit(self, request: Request) -> None:
-        if self._running.pop(request.id, None) is not None:
-            self._waiting.appendleft(request)
+    # -- a step --------------------------------------------------------------------------------------------------
 
-    def _item(self, request: Request, budget: int) -> StepItem | None:
-        count = request.num_to_compute
-        if count > budget:
-            aligned = round_down(request.num_computed_tokens + budget, self._block_tokens)
-            # Less than a block of budget: progress beats alignment, the next chunk ends on a boundary again.
-            count = max(aligned - request.num_computed_tokens, 0) or budget
-        if count <= 0:
+    def schedule(self, txn: Txn, *, max_tokens: int | None = None) -> Scheduled | None:
+        """The next step, of at most ``max_tokens`` where that is less than the limit; None if nothing is due.
+
+        Suspensions are complete in themselves and stay when ``txn`` is rolled back; admissions do not.
+        """
+        budget = min(self._max_num_tokens, max_tokens or self._max_num_tokens)
+        rows = self._make_room(self._continue_running(budget))
+        rows = self._admit(rows, budget, txn)
+        if not rows.slots.size:
             return None
-        end = request.num_computed_tokens + count
-        return StepItem(
-            request_id=request.id,
-            start=request.num_computed_tokens,
-            count=count,
-            samples=end == len(request.token_ids),
+        starts = self.batch.computed[rows.slots]
+        plan = StepPlan.build(
+            self._next_step,
+            self.batch.ids(rows.slots),
+            starts=starts,
+            counts=rows.counts,
+            samples=starts + rows.counts == self.batch.known[rows.slots],
         )
+        self._next_step += 1
+        return Scheduled(plan, rows.slots)
+
+    def _continue_running(self, budget: int) -> _Rows:
+        """One token for every sequence that decodes, then chunks for those whose prompt is not computed yet."""
+        live = self.batch.live_slots()
+        is_decode = self.batch.decoding(live)
+        decodes = live[is_decode]
+        if decodes.size > budget:
+            decodes = self._by_arrival(decodes)[:budget]  # a step retried smaller
+        rows = _Rows(decodes, np.ones(decodes.size, np.int64))
+        if decodes.size == live.size:
+            return rows
+        left = self._prefill_tokens(budget, num_decodes=decodes.size)
+        return rows.plus(*self._chunks(self._in_turn(live[~is_decode]), left))
+
+    def _prefill_tokens(self, budget: int, *, num_decodes: int) -> int:
+        """Tokens that prefill may take in a step beside ``num_decodes`` decodes."""
+        beside = self._chunking.beside_decodes
+        left = budget - num_decodes
+        return min(left, beside) if beside is not None and num_decodes else left
+
+    def _chunks(self, prefills: list[Request], left: int) -> tuple[list[int], list[int]]:
+        slots: list[int] = []
+        counts: list[int] = []
+        for request in prefills:
+            count = self._chunk(request, left, must_move=not slots)
+            if count == 0:
+                break
+            slots.append(request.slot)
+            counts.append(count)
+            left -= count
+        return slots, counts
+
+    def _chunk(self, request: Request, left: int, *, must_move: bool) -> int:
+        """Tokens of the request's next chunk out of ``left``: the whole rest, or up to a block boundary.
+
+        ``must_move``: with less than a block left, progress beats alignment; the next chunk ends on a boundary again.
+        """
+        start = request.num_computed_tokens if request.slot < 0 else int(self.batch.computed[request.slot])
+        rest = len(request.token_ids) - start
+        if not self._chunking.is_on and rest <= self._max_num_tokens:
+            return rest if rest <= left else 0
+        count = min(rest, left, self._chunking.max_tokens or left)
+        if count == rest:
+            return count
+        aligned = max(0, round_down(start + count, self._block_tokens) - start)
+        return aligned or (max(0, count) if must_move else 0)
+
+    def _by_arrival(self, slots: Ints) -> Ints:
+        return np.array(sorted(slots.tolist(), key=lambda slot: self._at(slot).arrival), np.int64)
+
+    def _in_turn(self, slots: Ints) -> list[Request]:
+        return sorted((self._at(slot) for slot in slots.tolist()), key=lambda r: (-r.priority, r.arrival))
+
+    def _at(self, slot: int) -> Request:
+        request = self.batch.requests[slot]
+        assert request is not None
+        return request
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _make_room(self, rows: _Rows) -> _Rows:
+        """Suspend until what is left of the step finds its blocks."""
+        while rows.slots.size:
+            ends = self.batch.computed[rows.slots] + rows.counts
+            if self._dispatcher.short_of(self.batch.ids(rows.slots), ends) is None:
+                break
+            victim = next(self._victims(), None)
+            assert victim is not None, "one sequence alone always fits: others were refused when they arrived"
+            slot = victim.slot
+            self.suspend(victim.id)
+            rows = rows.without(slot)
+        return rows
+
+    def _victims(self) -> Iterator[Request]:
+        """The lowest priority first, of equal ones the youngest; the oldest of all is spared."""
+        oldest = self._oldest()
+        others = (request for request in self._running.values() if request is not oldest)
+        return iter(sorted(others, key=lambda request: (request.priority, -request.arrival)))
+
+    def _admit(self, rows: _Rows, budget: int, txn: Txn) -> _Rows:
+        num_decodes = int(np.count_nonzero(self.batch.decoding(rows.slots)))
+        left = self._prefill_tokens(budget, num_decodes=num_decodes) - int(rows.counts.sum()) + num_decodes
+        slots: list[int] = []
+        counts: list[int] = []
+        while (request := self._waiting.peek()) is not None:
+            count = self._chunk(request, left, must_move=rows.slots.size == num_decodes and not slots)
+            if count == 0 or not self._admitted(request, txn):
+                break
+            slots.append(request.slot)
+            counts.append(count)
+            left -= count
+        return rows.plus(slots, counts)
+
+    def _admitted(self, request: Request, txn: Txn) -> bool:
+        self.admitting = request
+        answer = self._dispatcher.admit(request, txn)
+        self.admitting = None
+        if isinstance(answer, Deferral):
+            # The whole queue waits with its head; for a slot it waits as well, but not for memory.
+            self._num_deferrals += answer.manager in self._memory_managers
+            return False
+        turn = self._waiting.pop()
+        assert turn.request is request
+        self._note_wait(request)
+        request.slot = self._slots.slot_of(request.id)
+        self._running[request.id] = request
+        self.batch.add(request)
+        txn.undo(lambda: self._unadmit(turn))
+        self._on_admit(request)
+        return True
+
+    def _unadmit(self, turn: Turn) -> None:
+        if self._running.pop(turn.request.id, None) is not None:
+            self.batch.remove(turn.request)
+            turn.request.slot = -1
+            self._waiting.undo(turn)

@@ -7,38 +7,39 @@ the probes, a floor of it is mapped for them, and the planned size is mapped onc
 from __future__ import annotations
 
 import importlib
-import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from tonnage.attention import make_backend
+from tonnage.buffers import BufferManager
 from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
 from tonnage.device.host import HostDriver
 from tonnage.device.process import reset_peak, trim_heap
 from tonnage.engine.core import Engine
 from tonnage.engine.executor import Executor
+from tonnage.engine.faults import release_frames
 from tonnage.engine.interrupts import deferred_interrupts
+from tonnage.engine.managers import Managers
 from tonnage.engine.options import EngineOptions
 from tonnage.engine.probe import Prober, trial_blocks
-from tonnage.engine.runtime import Runtime
+from tonnage.engine.runtime import DeviceRuntime
+from tonnage.engine.sampling import Sampler
 from tonnage.engine.site import Site
 from tonnage.engine.stages import StageMonitor
 from tonnage.engine.target import Target
 from tonnage.engine.text import Text
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
 from tonnage.errors import DoesNotFit
-from tonnage.resources.block_pool import BlockPool
-from tonnage.resources.dispatcher import Dispatcher
-from tonnage.resources.kv import KVManager
-from tonnage.resources.slots import SlotManager
 from tonnage.terms import LineKind, Measured, MemoryKind, worst_bytes
 from tonnage.units import MiB, format_bytes, round_up
 from tonnage.workspace import ScratchArena
 
 #: Owner of what comes and goes inside steps.
 STEPS = "forward"
+#: Owner of the tables that count tokens for penalties; they are planned, and allocated by the first request with any.
+PENALTIES = "penalties"
 #: What no line explains may be this much, or 3 % of the device if that is more, before the plan carries a warning.
 UNATTRIBUTED_BYTES = 32 * MiB
 
@@ -85,7 +86,7 @@ class _Startup:
         with self.stage("probe", remedy="lower --max-num-tokens or --max-batch-size, or give more --memory"):
             measured = self.measure()
         with self.stage("plan", remedy="report this as a defect"):
-            self.plan = self.target.plan(self.site.card, measured, claims=self.dispatcher.claims(self.target.limits))
+            self.plan = self.target.plan(self.site.card, measured, claims=self.claims)
         with self.stage("build", remedy="give more --memory, or raise --keep-free-bytes"):
             runtime = self.build()
         with self.stage("close", remedy="raise --keep-free-bytes, or lower --max-num-tokens"):
@@ -96,11 +97,8 @@ class _Startup:
 
     def abandon(self, error: BaseException) -> None:
         """Give everything back after a failure. The frames in its traceback hold tensors: they are emptied first."""
-        seen: BaseException | None = error
-        while seen is not None:
-            traceback.clear_frames(seen.__traceback__)
-            seen = seen.__cause__ or seen.__context__
-        for name in ("model", "pool", "backend", "executor", "dispatcher", "kv"):
+        release_frames(error)
+        for name in ("model", "pool", "backend", "executor"):
             self.__dict__.pop(name, None)
         self.site.close()
 
@@ -133,10 +131,10 @@ class _Startup:
         self.require_room(growth, limits)
         with deferred_interrupts():
             self.pool_arena.commit(num_blocks * layout.slab_bytes)
-            self.make_runner(limits, num_blocks=num_blocks)
-        prober = self.prober(limits)
-        prober.warm_up()
-        stages = prober.measure()
+            self.make_executor(limits)
+        with self.prober(limits, num_blocks=num_blocks) as prober:
+            prober.warm_up()
+            stages = prober.measure()
         self.require_room(max(stage.reserved.bytes for stage in stages), limits)
         return Measured(
             rank=self.target.rank,
@@ -151,7 +149,7 @@ class _Startup:
             readings=(self.site.read("probe"),),
         )
 
-    def build(self) -> Runtime:
+    def build(self) -> DeviceRuntime:
         """Map the pool to its planned size and make what runs on it; what the probes used is dropped."""
         plan, ledger = self.plan, self.site.ledger
         with deferred_interrupts():
@@ -161,15 +159,16 @@ class _Startup:
             self.site.require_available(plan.kv.bytes, "the KV cache")
             self.pool_arena.commit(plan.kv.bytes)
         ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
-        self.make_runner(plan.limits, num_blocks=plan.kv.num_slabs)
+        self.make_executor(plan.limits)
+        managers = self.managers(plan.limits, num_blocks=plan.kv.num_slabs)
         tables = ledger.open(owner="kv tables", line=LineKind.TABLES, memory=MemoryKind.CPU)
-        tables.add(self.kv.num_bytes, self.kv.num_bytes)
-        return Runtime(
+        tables.add(managers.kv.num_bytes, managers.kv.num_bytes)
+        return DeviceRuntime(
             plan=plan,
             vocab_size=self.target.config.vocab_size,
             site=self.site,
-            kv=self.kv,
-            dispatcher=self.dispatcher,
+            managers=managers,
+            chunking=self.target.chunking,
             executor=self.executor,
             transient=self.site.sampled(STEPS, LineKind.TRANSIENT),
         )
@@ -180,15 +179,16 @@ class _Startup:
         if options.fence:
             steps = self.plan.bytes_of(LineKind.TRANSIENT)
             self.site.fence(min(capacity, options.knobs.total_bytes.or_else(capacity)), least_bytes=steps)
-        self.prober(self.plan.limits).warm_up()
+        with self.prober(self.plan.limits, num_blocks=self.plan.kv.num_slabs) as prober:
+            prober.warm_up()
         trim_heap()
 
-    def audit(self, runtime: Runtime) -> None:
+    def audit(self, runtime: DeviceRuntime) -> None:
         """Compare plan and device once more, then seal: an owner that declared nothing is reported from now on."""
         runtime.settle("audit")
         runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *self.deviations()))
         reset_peak()
-        self.site.ledger.seal(declared=[STEPS])
+        self.site.ledger.seal(declared=[STEPS, PENALTIES])
 
     def deviations(self) -> list[str]:
         """A sentence for every line that holds more than the plan gave it, and for what no line explains."""
@@ -214,19 +214,21 @@ class _Startup:
         self.pool = typed_view(as_tensor(self.pool_arena), 0, (num_slabs, *part.shape), part.dtype)
         self.backend = make_backend(self.target.options.attention, self.pool)
 
-    def make_runner(self, limits: Limits, *, num_blocks: int) -> None:
-        """Scratch, managers and executor for ``limits`` over a pool of ``num_blocks``."""
+    def make_executor(self, limits: Limits) -> None:
+        """Scratch and executor for ``limits``."""
         scratch = ScratchArena(self.scratch_arena, self.target.scratch(), limits=limits, chip=self.site.chip)
-        slots = SlotManager(limits.max_batch_size)
-        self.kv = KVManager(
-            BlockPool(num_blocks),
+        sampler = Sampler(self.target.config.vocab_size)
+        self.executor = Executor(self.model, self.backend, scratch, sampler, max_logits_rows=limits.max_logits_rows)
+
+    def managers(self, limits: Limits, *, num_blocks: int) -> Managers:
+        return Managers.make(
+            limits,
+            num_blocks=num_blocks,
             block_tokens=self.target.block_tokens,
-            max_seq_len=limits.max_seq_len,
-            max_batch_size=limits.max_batch_size,
-            slots=slots,
+            vocab_size=self.target.config.vocab_size,
+            admission=self.target.options.knobs.admission.value,
+            buffers=BufferManager(self.site.stream, ledger=self.site.ledger, owner=PENALTIES),
         )
-        self.dispatcher = Dispatcher([slots, self.kv])
-        self.executor = Executor(self.model, self.backend, scratch)
 
     def require_room(self, growth_bytes: int, limits: Limits) -> None:
         """Refuse where a full step does not fit into the cap beside what is there: the cap holds for probes too."""
@@ -246,9 +248,16 @@ class _Startup:
             remedies=["lower max_num_tokens", f"give {round_up(need - have, MiB) // MiB}MiB more memory"],
         )
 
-    def prober(self, limits: Limits) -> Prober:
+    @contextmanager
+    def prober(self, limits: Limits, *, num_blocks: int) -> Iterator[Prober]:
+        """A prober with managers of its own: what its requests take, penalty tables included, is given back."""
         known = [self.pool, *self.model.parameters(), *self.model.buffers()]
-        return Prober(self.executor, self.dispatcher, self.kv, limits=limits, known=known)
+        managers = self.managers(limits, num_blocks=num_blocks)
+        try:
+            self.claims = managers.dispatcher.claims(self.target.limits)
+            yield Prober(self.executor, managers, limits=limits, vocab_size=self.target.config.vocab_size, known=known)
+        finally:
+            managers.dispatcher.close()
 
 
 def _import_libraries(model_type: str) -> None:

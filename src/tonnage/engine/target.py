@@ -17,7 +17,7 @@ from tonnage.costs.weights import WeightsLayout, weights_layout
 from tonnage.declarations import declare
 from tonnage.engine.family import Family, family_of
 from tonnage.engine.models import model_folder
-from tonnage.engine.options import EngineOptions
+from tonnage.engine.options import Chunking, EngineOptions
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
 from tonnage.layout import KVLayout
@@ -43,6 +43,7 @@ class Target:
     weights: WeightsLayout
     kv: KVLayout
     limits: Limits
+    chunking: Chunking
     rank: Rank
 
     @classmethod
@@ -62,6 +63,7 @@ class Target:
         _require_same_dtype(kv, dtype, backend=options.attention)
         limits, _ = resolve_limits(config, options.limit_knobs, device_kind="host")
         weights = weights_layout(config, dtype=dtype, rank=rank)
+        chunking = Chunking.of(options.chunk_tokens, block_tokens=kv.groups[0].block_tokens)
         return cls(
             options=options,
             folder=folder,
@@ -71,6 +73,7 @@ class Target:
             weights=weights,
             kv=kv,
             limits=limits,
+            chunking=chunking,
             rank=rank,
         )
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 import tonnage
 from tonnage.budget.plan import PlanInputs, plan
 from tonnage.budget.search import largest
-from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
+from tonnage.config import ADMISSION_POLICIES, DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import kv_layout
 from tonnage.errors import DoesNotFit, InvalidSetting
@@ -23,7 +23,7 @@ from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
 
 #: Knobs whose rooms do not exist yet: a value would have no effect, so it is refused.
-LATER_KNOBS = ("host_kv_bytes", "disk_kv_bytes", "state_dtype", "scratch", "attended_tokens", "admission", "graphs")
+LATER_KNOBS = ("host_kv_bytes", "disk_kv_bytes", "state_dtype", "scratch", "attended_tokens", "graphs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,8 @@ def check_knobs(knobs: Knobs) -> None:
             raise InvalidSetting(name, setting.text or setting.value, "not in this release", remedy=f"leave {name} out")
         if name == "kv_fraction":
             _check_fraction(setting.value)
+        elif name == "admission":
+            _check_admission(setting.value)
         elif name != "kv_dtype":
             _check_size(name, setting.value, least=0 if name == "keep_free_bytes" else 1)
 
@@ -104,6 +106,11 @@ def check_knobs(knobs: Knobs) -> None:
 def _check_fraction(value: object) -> None:
     if not isinstance(value, Fraction | int) or not 0 < value <= 1:
         raise InvalidSetting("kv_fraction", value, "outside 0 < share <= 1", remedy="write a share such as 0.9 or 9/10")
+
+
+def _check_admission(value: object) -> None:
+    if value not in ADMISSION_POLICIES:
+        raise InvalidSetting("admission", value, "no such policy", remedy=f"write {' or '.join(ADMISSION_POLICIES)}")
 
 
 def _check_size(name: str, value: object, *, least: int) -> None:
@@ -114,7 +121,13 @@ def _check_size(name: str, value: object, *, least: int) -> None:
 def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
     """One run of the arithmetic; ``fitted`` stands in for a max_seq_len that was left open."""
     config, knobs, card = question.config, question.knobs, question.card
-    limits, settings = resolve_limits(config, question.limit_knobs, device_kind=card.kind, fitted_seq_len=fitted)
+    limits, settings = resolve_limits(
+        config,
+        question.limit_knobs,
+        device_kind=card.kind,
+        fitted_seq_len=fitted,
+        disabled_claims=knobs.disabled_claims,
+    )
     layout = kv_layout(config, kv_dtype=question.kv_dtype, block_tokens=question.block_tokens, rank=question.rank)
     claims = (*listed_claims(question, limits), *question.extra_claims)
     return plan(

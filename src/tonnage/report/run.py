@@ -24,6 +24,8 @@ class RunResult:
 
     finished, failed, cancelled   requests, by how they ended
     waited                        requests that had to wait for memory at least once
+    suspensions                   times that a running request gave its memory up and was computed again later
+    retried_steps                 who ran out of memory in a step that was then tried again, one entry a step: defects
     elapsed_ms                    of serving, start-up left out
     peak_own_bytes                the most this process held on the device (None: not known)
     audit                         planned against actual, line by line, as ``Ledger.audit`` gives it
@@ -39,6 +41,8 @@ class RunResult:
     snapshot: Snapshot
     plan: MemoryPlan
     stages: tuple[StageRecord, ...] = ()
+    suspensions: int = 0
+    retried_steps: tuple[str, ...] = ()
     peak_own_bytes: int | None = None
     audit: tuple[AuditRow, ...] = ()
 

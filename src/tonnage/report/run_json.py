@@ -20,6 +20,7 @@ class _Requests:
     failed: int
     cancelled: int = 0
     waited: int
+    suspensions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class _Document:
     ledger: Snapshot
     audit: tuple[AuditRow, ...] = ()
     stages: tuple[StageRecord, ...] = ()
+    retried_steps: tuple[str, ...] = ()
     peak_own_bytes: int | None = None
 
 
@@ -62,7 +64,13 @@ def run_text(result: RunResult) -> str:
 
 def run_document(result: RunResult) -> dict[str, Any]:
     """The run as plain JSON values."""
-    counts = _Requests(finished=result.finished, failed=result.failed, cancelled=result.cancelled, waited=result.waited)
+    counts = _Requests(
+        finished=result.finished,
+        failed=result.failed,
+        cancelled=result.cancelled,
+        waited=result.waited,
+        suspensions=result.suspensions,
+    )
     tokens = _Tokens(
         prompt=result.prompt_tokens, generated=result.generated_tokens, per_second=result.tokens_per_second
     )
@@ -73,6 +81,7 @@ def run_document(result: RunResult) -> dict[str, Any]:
         ledger=result.snapshot,
         audit=result.audit,
         stages=result.stages,
+        retried_steps=result.retried_steps,
         peak_own_bytes=result.peak_own_bytes,
     )
     return {**codec.to_json(top), "plan": plan_document(result.plan)}
@@ -105,6 +114,8 @@ def _result(top: _Document, plan: MemoryPlan) -> RunResult:
         failed=top.requests.failed,
         cancelled=top.requests.cancelled,
         waited=top.requests.waited,
+        suspensions=top.requests.suspensions,
+        retried_steps=top.retried_steps,
         prompt_tokens=top.tokens.prompt,
         generated_tokens=top.tokens.generated,
         elapsed_ms=top.elapsed_ms,

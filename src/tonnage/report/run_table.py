@@ -40,9 +40,16 @@ def served_text(result: RunResult) -> Text:
     for count, word, style in ((result.failed, "failed", "bold red"), (result.cancelled, "cancelled", "yellow")):
         text.append(f", {count:,} {word}", style if count else "dim")
     text.append(f"; {result.waited:,} had to wait for memory")
+    if result.suspensions:
+        text.append(f", {plural(result.suspensions, 'suspension')}")
     text.append("\ntokens    ", "dim")
     text.append(f"{result.generated_tokens:,} generated from {result.prompt_tokens:,} of prompt in {_time(result)}, ")
     text.append(f"{result.tokens_per_second} a second", "bold")
+    if result.retried_steps:
+        # A plan that holds leaves every step its memory: that one did not is worth a word of its own.
+        told = f"{plural(len(result.retried_steps), 'step')} ran out of memory and had to be tried again smaller: "
+        text.append("\ndefects   ", "bold red")
+        text.append(told + "; ".join(sorted(set(result.retried_steps))))
     return text
 
 

@@ -1,0 +1,89 @@
+"""The running sequences as arrays by slot, changed in place, so that a step costs no Python per sequence and token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tonnage.engine.request import Request
+from tonnage.engine.sampling import SamplingTable
+from tonnage.step import Flags, Ints, StepPlan
+
+
+class Batch:
+    """Slot s runs ``requests[s]``: ``known[s]`` tokens, ``computed[s]`` of them in the KV cache.
+
+    ``last_token[s]`` is the newest token: all that a decode reads. ``sampling`` holds the sampler's parameters.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.requests: list[Request | None] = [None] * num_slots
+        self.known = np.zeros(num_slots, np.int64)
+        self.computed = np.zeros(num_slots, np.int64)
+        self.last_token = np.zeros(num_slots, np.int64)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.sampling = SamplingTable(num_slots)
+        self._is_live = np.zeros(num_slots, np.bool_)
+        self._ids = np.full(num_slots, "", np.object_)
+
+    @property
+    def num_live(self) -> int:
+        return int(np.count_nonzero(self._is_live))
+
+    def live_slots(self) -> Ints:
+        """Ascending."""
+        return np.flatnonzero(self._is_live)
+
+    def add(self, request: Request) -> None:
+        """``request.slot`` starts to run, from its first token that is not computed."""
+        slot = request.slot
+        self.requests[slot], self._ids[slot] = request, request.id
+        self.known[slot] = len(request.token_ids)
+        self.computed[slot] = request.num_computed_tokens
+        self.last_token[slot] = request.token_ids[-1]
+        self.seed[slot] = request.seed % 2**64
+        self.sampling.set(
+            slot,
+            request.params,
+            seed=request.seed,
+            stop_ids=request.stop_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
+        self._is_live[slot] = True
+
+    def remove(self, request: Request) -> None:
+        slot = request.slot
+        request.num_computed_tokens = int(self.computed[slot])
+        self._is_live[slot] = False
+        self.requests[slot] = None
+        self.sampling.clear(slot)
+
+    def ids(self, slots: Ints) -> list[str]:
+        """Request ids of live slots."""
+        found: list[str] = self._ids[slots].tolist()
+        return found
+
+    def decoding(self, slots: Ints) -> Flags:
+        """Which of them have everything computed but their newest token."""
+        computed = self.computed[slots]
+        return (self.known[slots] - computed == 1) & (computed > 0)
+
+    def token_ids(self, plan: StepPlan, slots: Ints) -> Ints:
+        """The tokens that the step computes, row after row, int64 [num_tokens]."""
+        ids = np.empty(plan.shape.num_tokens, np.int64)
+        offsets = np.cumsum(plan.counts) - plan.counts
+        is_one = plan.counts == 1
+        newest = is_one & (plan.ends == self.known[slots])
+        ids[offsets[newest]] = self.last_token[slots[newest]]
+        for row in np.flatnonzero(~newest).tolist():
+            request = self.requests[int(slots[row])]
+            assert request is not None
+            start, count, offset = int(plan.starts[row]), int(plan.counts[row]), int(offsets[row])
+            ids[offset : offset + count] = request.token_ids[start : start + count]
+        return ids
+
+    def advance(self, plan: StepPlan, slots: Ints, tokens: Ints) -> None:
+        """The step is committed: its rows are computed, and the sampling ones have ``tokens`` more, one each."""
+        self.computed[slots] = plan.ends
+        sampling = slots[plan.samples]
+        self.known[sampling] += 1
+        self.last_token[sampling] = tokens

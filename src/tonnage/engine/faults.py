@@ -1,0 +1,55 @@
+"""Which failures of a step are for want of memory, and whose."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from tonnage.errors import BufferOOM, DeclarationExceeded, DriverOOM
+
+#: What torch's CPU allocator says; it has no exception type of its own.
+_TORCH_CPU_OOM = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d+))?"
+)
+#: Name of torch's own exception where a device allocator fails (torch.OutOfMemoryError).
+_TORCH_OOM = "OutOfMemoryError"
+
+
+def culprit(error: BaseException) -> str | None:
+    """Who ran out of memory, in a few words with the bytes asked for where known; None for any other failure.
+
+    A plan that holds leaves every step its memory, so running out is a defect of someone's declaration: it is named.
+    """
+    if isinstance(error, DeclarationExceeded):
+        declared = f"{error.declared_bytes:,} declared"
+        return f"attention backend {error.backend!r}: {error.asked_bytes:,} bytes of scratch, {declared}"
+    if isinstance(error, BufferOOM):
+        return f"{error.owner}: {error.size_bytes:,} bytes"
+    if isinstance(error, DriverOOM):
+        return f"the device's {error.call}"
+    if isinstance(error, MemoryError):
+        return f"host memory{_place(error)}"
+    told = _TORCH_CPU_OOM.search(str(error))
+    if told is not None:
+        size = f"{int(told[1]):,} bytes of " if told[1] else ""
+        return f"{size}tensors{_place(error)}"
+    if type(error).__name__ == _TORCH_OOM:
+        return f"tensors of the device{_place(error)}"
+    return None
+
+
+def release_frames(error: BaseException) -> None:
+    """Empty the frames that the error's traceback holds: they keep the failed step's tensors alive."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
+def _place(error: BaseException) -> str:
+    """The function that asked, as " in module:line function"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f", in {last.name} ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
