@@ -1,0 +1,117 @@
+"""The keywords of ``LLM`` and ``AsyncLLM``, and what the engine makes of them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypedDict
+
+from tonnage.config import Knobs, LimitKnobs, Origin, Setting
+from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
+from tonnage.engine.options import EngineOptions
+from tonnage.errors import InvalidSetting
+from tonnage.resources.admission import ADMISSIONS
+from tonnage.units import parse_bytes, parse_count, parse_fraction
+
+#: "4GiB", or bytes.
+Size: TypeAlias = str | int | None
+#: "8k", or a number.
+Count: TypeAlias = str | int | None
+
+
+class Options(TypedDict, total=False):
+    """What may be set when an engine is made; names, texts and meanings are those of the command line.
+
+    memory            size of the device; on the host a hard cap on what the process takes (default: what is free)
+    max_seq_len       tokens of one sequence, prompt and output; default: the model's length, or what fits
+    max_batch_size    sequences running at once; max_num_tokens: tokens computed in one step
+    kv_tokens, kv_bytes, total_bytes   caps on the KV cache, and on everything together
+    keep_free_bytes   left alone on the device
+    kv_fraction       share of what the fixed lines leave, for the KV cache
+    kv_dtype, dtype   of the KV cache, and of the weights and all computing
+    block_tokens      tokens in one KV block
+    disabled_claims   claims switched off by name
+    attention         the attention backend
+    admission         "optimistic" or "reserve_all"
+    chunk_tokens      prefill tokens in one step at most, or "none": prompts are not cut
+    fence             False: the cap on the host is watched and not enforced, for a process with other large things
+    """
+
+    memory: Size
+    max_seq_len: Count
+    max_batch_size: Count
+    max_num_tokens: Count
+    kv_tokens: Count
+    kv_bytes: Size
+    total_bytes: Size
+    keep_free_bytes: Size
+    kv_fraction: str | float | Fraction | None
+    kv_dtype: str | None
+    dtype: str | None
+    block_tokens: Count
+    disabled_claims: Iterable[str]
+    attention: str
+    admission: str | None
+    chunk_tokens: Count
+    fence: bool
+
+
+def _parse_admission(text: str, *, knob: str) -> str:
+    if text not in ADMISSIONS:
+        raise InvalidSetting(knob, text, "no such policy", remedy=f"write {' or '.join(ADMISSIONS)}")
+    return text
+
+
+_KNOBS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "total_bytes": parse_bytes,
+        "keep_free_bytes": functools.partial(parse_bytes, allow_zero=True),
+        "kv_fraction": parse_fraction,
+        "kv_bytes": parse_bytes,
+        "kv_tokens": parse_count,
+        "kv_dtype": parse_dtype,
+        "block_tokens": parse_count,
+        "admission": _parse_admission,
+    }
+)
+_LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens")
+
+
+def engine_options(model: str | Path, options: Options) -> EngineOptions:
+    """Checked and read. Raises ``InvalidSetting`` for an option that there is not and a value that cannot be read."""
+    for name, value in options.items():
+        if name not in Options.__annotations__:
+            near = difflib.get_close_matches(name, Options.__annotations__, n=1)
+            raise InvalidSetting(name, value, "no such option", remedy=f"write {near[0]}" if near else "leave it out")
+    read = functools.partial(_read, options)
+    knobs = {name: _setting(options, name, parse) for name, parse in _KNOBS.items()}
+    chunk_tokens = options.get("chunk_tokens")
+    return EngineOptions(
+        model=str(model),
+        memory_bytes=read("memory", parse_bytes),
+        knobs=Knobs(**knobs, disabled_claims=frozenset(options.get("disabled_claims", ()))),
+        limit_knobs=LimitKnobs(**{name: _setting(options, name, parse_count) for name in _LIMITS}),
+        dtype=read("dtype", functools.partial(parse_dtype, allowed=WEIGHT_DTYPES)),
+        attention=options.get("attention", "sdpa"),
+        chunk_tokens="none" if chunk_tokens == "none" else read("chunk_tokens", parse_count),
+        fence=options.get("fence", True),
+    )
+
+
+def _setting(options: Options, name: str, parse: Callable[..., Any]) -> Setting[Any]:
+    value = _read(options, name, parse)
+    return Setting() if value is None else Setting(value, str(options.get(name)), Origin.API, name)
+
+
+def _read(options: Options, name: str, parse: Callable[..., Any]) -> Any:
+    value = options.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str | int | float | Fraction):
+        raise InvalidSetting(name, value, f"a {type(value).__name__}", remedy="write a number or a text")
+    # What was typed as 0.9 is the shortest text of the float, and exact again.
+    return parse(str(value) if isinstance(value, float) else value, knob=name)
