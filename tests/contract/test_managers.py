@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
+from tonnage.resources.admission import ADMISSIONS
 from tonnage.resources.base import Deferral, Grant, ProbeRequest, ResourceManager
 from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.dispatcher import Dispatcher
@@ -27,13 +29,15 @@ class Row:
     state: Callable[[ResourceManager], object]
 
 
-def _kv(slots: SlotManager | None) -> KVManager:
-    return KVManager(BlockPool(12), block_tokens=4, max_seq_len=32, max_batch_size=4, slots=slots)
+def _kv(slots: SlotManager | None, policy: str) -> KVManager:
+    return KVManager(
+        BlockPool(12), block_tokens=4, max_seq_len=32, max_batch_size=4, slots=slots, admission=ADMISSIONS[policy]()
+    )
 
 
-def _kv_after_slots() -> tuple[ResourceManager, ...]:
+def _kv_after_slots(policy: str) -> tuple[ResourceManager, ...]:
     slots = SlotManager(4)
-    return slots, _kv(slots)
+    return slots, _kv(slots, policy)
 
 
 def _kv_state(kv: KVManager) -> object:
@@ -42,8 +46,11 @@ def _kv_state(kv: KVManager) -> object:
 
 MANAGERS = {
     "slots": Row(lambda: (SlotManager(4),), lambda slots: dict(slots.stats())),
-    "kv": Row(lambda: (_kv(None),), _kv_state),
-    "kv after slots": Row(_kv_after_slots, _kv_state),
+    **{f"kv, {policy}": Row(lambda policy=policy: (_kv(None, policy),), _kv_state) for policy in ADMISSIONS},
+    **{
+        f"kv after slots, {policy}": Row(lambda policy=policy: _kv_after_slots(policy), _kv_state)
+        for policy in ADMISSIONS
+    },
 }
 
 
@@ -170,6 +177,28 @@ def test_a_step_taken_back_leaves_no_trace(bench):
     txn.rollback()
     assert bench.state() == before
     bench.step(requests, Txn())
+
+
+def test_admitted_requests_are_not_short_of_what_they_know(bench):
+    """Asking takes nothing; a step that may be prepared can be, and then its end is where the next one starts."""
+    requests = bench.fill()
+    ids, ends = [request.id for request in requests], np.array([request.num_prompt_tokens for request in requests])
+    before = bench.state()
+    assert bench.manager.short_of(ids, ends) == 0
+    assert bench.manager.short_of([], ends[:0]) == 0
+    assert bench.dispatcher.short_of(ids, ends) is None
+    assert bench.state() == before
+    bench.step(requests, Txn())
+    assert bench.manager.short_of(ids, ends) == 0
+
+
+def test_a_request_that_was_suspended_is_admitted_again(bench):
+    """Suspending is freeing; what comes back is computed from its first token."""
+    requests = bench.fill()
+    bench.step(requests, Txn())
+    bench.dispatcher.free(requests[-1].id)
+    assert not isinstance(bench.dispatcher.admit(requests[-1]), Deferral)
+    bench.step(requests[-1:], Txn())
 
 
 def test_two_admissions_of_one_request_are_refused(bench):

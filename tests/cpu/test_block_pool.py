@@ -63,6 +63,22 @@ def test_misuse_is_refused_and_changes_nothing(call, ids):
     assert snapshot(pool) == before
 
 
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        ([0, 1], "block 1 is freed but nothing holds it"),
+        ([0, 0], "freed twice in one call"),
+        ([0, 99], "block 99 is not one of the pool's 4"),
+        ([99, -7], "block -7 is not one of the pool's 4"),
+    ],
+)
+def test_misuse_names_the_block(ids, told):
+    pool = BlockPool(4)
+    pool.allocate(1)
+    with pytest.raises(ResourceError, match=told):
+        pool.free(ids)
+
+
 @pytest.mark.parametrize("num_blocks", [0, -1])
 def test_an_empty_pool_is_refused(num_blocks):
     with pytest.raises(ResourceError):

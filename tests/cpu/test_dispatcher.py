@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 
 from tonnage.errors import ResourceError
@@ -20,8 +23,16 @@ class Recorder:
     may_refuse = False
     rerunnable = True
 
-    def __init__(self, name: str, *, after: tuple[str, ...] = (), log: list[str] | None = None, failing: str = ""):
-        self.name, self.after, self.failing = name, frozenset(after), failing
+    def __init__(
+        self,
+        name: str,
+        *,
+        after: tuple[str, ...] = (),
+        log: list[str] | None = None,
+        failing: str = "",
+        missing: int = 0,
+    ):
+        self.name, self.after, self.failing, self.missing = name, frozenset(after), failing, missing
         self.log = log if log is not None else []
 
     def _call(self, what: str) -> None:
@@ -51,6 +62,10 @@ class Recorder:
         txn.undo(lambda: self.log.append(f"{self.name}.undo"))
         self._call("admit")
         return Grant(cached_tokens=3)
+
+    def short_of(self, request_ids, ends):
+        self._call("short_of")
+        return self.missing
 
     def prepare(self, plan, txn):
         self._call("prepare")
@@ -145,6 +160,31 @@ def test_an_error_gives_back_what_was_taken():
     with pytest.raises(RuntimeError):
         dispatcher.admit(request())
     assert log == ["a.admit", "b.admit", "b.undo", "a.undo"]
+
+
+def test_the_first_manager_that_is_short_is_named():
+    log: list[str] = []
+    managers = [Recorder("a", log=log), Recorder("b", log=log, missing=2), Recorder("c", log=log, missing=9)]
+    assert Dispatcher(managers).short_of(["x"], np.array([5])) == Deferral(manager="b", need=2, have=0)
+    assert log == ["a.short_of", "b.short_of"]
+    assert Dispatcher(managers[:1]).short_of(["x"], np.array([5])) is None
+
+
+def test_the_managers_hear_what_was_sampled():
+    @dataclass
+    class Sampled:
+        request_ids = ("a",)
+        tokens = (7,)
+
+    heard: list[object] = []
+
+    class Listener(Recorder):
+        def update(self, plan, outcome):
+            heard.append((plan, outcome))
+
+    plan, outcome = StepPlan.of(0, ()), Sampled()
+    Dispatcher([Listener("a")]).update(plan, outcome)
+    assert heard == [(plan, outcome)]
 
 
 def test_the_step_s_rollback_takes_admissions_back():

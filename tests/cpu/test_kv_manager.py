@@ -1,6 +1,12 @@
-"""KV blocks: whole lives are reserved exactly, pages arrive lazily, and a rollback leaves no trace."""
+"""KV blocks: whole lives are reserved exactly, pages arrive lazily, and a rollback leaves no trace.
+
+How much a policy expects is in test_admission.py; any order of calls, under any policy, in test_kv_manager_machine.py.
+"""
 
 from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,17 +14,28 @@ import pytest
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
 from tonnage.layout import metadata_bytes_per_block, table_bytes
+from tonnage.resources.admission import ReserveAll
 from tonnage.resources.base import Deferral, Grant, ProbeRequest
 from tonnage.resources.block_pool import BlockPool
-from tonnage.resources.kv import KVManager, Watermarks
+from tonnage.resources.kv import KVManager
+from tonnage.resources.sequences import Watermarks
 from tonnage.resources.slots import SlotManager
-from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.step import StepItem, StepPlan, Txn, Veto
 from tonnage.terms import Fixed, LineKind, PerBlock
 
 
-def manager(num_blocks: int = 8, *, block_tokens: int = 4, max_seq_len: int = 20, max_batch_size: int = 3) -> KVManager:
-    pool = BlockPool(num_blocks)
-    return KVManager(pool, block_tokens=block_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size)
+def manager(num_blocks: int = 8, *, block_tokens: int = 4, max_seq_len: int = 20, **fields) -> KVManager:
+    fields = {"max_batch_size": 3} | fields
+    return KVManager(BlockPool(num_blocks), block_tokens=block_tokens, max_seq_len=max_seq_len, **fields)
+
+
+class Guess(ReserveAll):
+    """Expects one token more than there is: whatever a sequence then takes is not reserved."""
+
+    may_suspend = True
+
+    def expected_new_tokens(self, generated, most):
+        return np.minimum(generated + 1, most)
 
 
 def request(name: str, prompt: int, new: int) -> ProbeRequest:
@@ -167,6 +184,7 @@ def test_a_sequence_freed_before_the_rollback_stays_freed():
         [("a", 0, 0)],  # computes nothing
         [("a", 0, 14)],  # past the reservation
         [("a", 0, 3), ("nobody", 0, 1)],
+        [("a", 0, 3), ("a", 0, 3)],  # the same request twice
     ],
 )
 def test_a_wrong_step_is_refused_before_anything_changes(items):
@@ -175,6 +193,59 @@ def test_a_wrong_step_is_refused_before_anything_changes(items):
     with pytest.raises(ResourceError):
         kv.prepare(step(*items), Txn())
     assert (kv.pool.num_used, kv.watermarks("a").scheduled) == (0, 0)
+
+
+def test_a_step_that_lacks_blocks_is_told_before_and_vetoed_if_it_comes_all_the_same():
+    kv = manager(num_blocks=4, admission=Guess())
+    for name in "ab":
+        assert kv.admit(request(name, 6, 10), Txn()) == Grant(units=2)
+        run(kv, step((name, 0, 6)))
+    # Both grow into a third block; none is free.
+    assert kv.short_of(("a",), np.array([8])) == 0
+    assert kv.short_of(("a", "b"), np.array([9, 8])) == 1
+    assert kv.short_of(("a", "b"), np.array([9, 9])) == 2
+    before = (kv.table.tolist(), kv.watermarks("a"))
+    with pytest.raises(Veto, match="kv: the step needs 2 blocks and 0 are free"):
+        kv.prepare(step(("a", 6, 3), ("b", 6, 3)), Txn())
+    assert (kv.table.tolist(), kv.watermarks("a")) == before
+    kv.free("b")
+    run(kv, step(("a", 6, 3)))
+    assert (kv.block_ids("a").size, kv.pool.num_free) == (3, 1)
+
+
+def test_only_admitted_requests_can_be_short():
+    with pytest.raises(ResourceError, match="'nobody' holds no KV blocks"):
+        manager().short_of(("nobody",), np.array([1]))
+
+
+def test_a_suspended_request_comes_back_with_its_output():
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Back(ProbeRequest):
+        token_ids: tuple[int, ...]
+
+    kv = manager(admission=Guess())
+    back = Back(id="a", num_prompt_tokens=5, max_total_tokens=20, token_ids=(0,) * 12)
+    # 7 are generated and one more is expected: 12 tokens are written. From the prompt alone it would be 5.
+    assert kv.admit(back, Txn()) == Grant(units=3)
+    assert kv.watermarks("a") == Watermarks(scheduled=0, computed=0, committed=0)
+    run(kv, step(("a", 0, 8)))
+    assert kv.stats()["reserved"] == 1
+    run(kv, step(("a", 8, 4)))
+    assert kv.stats()["reserved"] == 1  # the 13th token starts a block
+    assert kv.remaining(back) == 2
+
+
+def test_extra_tokens_are_reserved_beyond_the_end():
+    limits = Limits(max_seq_len=20, max_batch_size=3, max_num_tokens=64, max_logits_rows=3)
+    kv = manager(extra_tokens=3)
+    assert kv.table.shape == (3, 6)
+    assert kv.claims(limits)[0].cost == Fixed(bytes=kv.table.nbytes)
+    wanted = request("a", 6, 11)  # 16 tokens are written, and 3 more may be tried
+    assert kv.lifetime_need(wanted) == 5
+    assert kv.admit(wanted, Txn()) == Grant(units=5)
+    run(kv, step(("a", 0, 6)))
+    run(kv, step(("a", 6, 13)))
+    assert kv.remaining(wanted) == 0
 
 
 def test_a_request_longer_than_the_table_is_our_defect():
@@ -204,6 +275,48 @@ def test_the_update_of_an_earlier_owner_of_the_name_is_skipped():
     kv.admit(request("a", 5, 3), Txn())
     kv.update(plan, None)
     assert kv.watermarks("a") == Watermarks(scheduled=0, computed=0, committed=0)
+
+
+def test_the_update_of_an_earlier_life_is_skipped_even_if_the_new_one_is_scheduled_as_far():
+    kv = manager()
+    for name in "ab":
+        kv.admit(request(name, 5, 3), Txn())
+    late = step(("a", 0, 5), ("b", 0, 3))
+    kv.prepare(late, Txn())
+    kv.free("a")
+    kv.admit(request("a", 5, 3), Txn())
+    kv.prepare(step(("a", 0, 5)), Txn())
+    kv.update(late, None)
+    assert kv.watermarks("a") == Watermarks(scheduled=5, computed=0, committed=0)
+    assert kv.watermarks("b") == Watermarks(scheduled=3, computed=3, committed=0)
+
+
+def test_a_rollback_spares_who_took_the_row_since():
+    kv, txn = manager(max_batch_size=2), Txn()
+    for name in "ab":
+        kv.admit(request(name, 4, 4), Txn())
+    kv.prepare(step(("a", 0, 4), ("b", 0, 4)), txn)
+    kv.free("a")
+    kv.admit(request("c", 8, 1), Txn())
+    run(kv, step(("c", 0, 8)))
+    txn.rollback()
+    assert kv.row_index("c") == 0
+    assert (kv.block_ids("b").size, kv.block_ids("c").size, kv.pool.num_used) == (0, 2, 2)
+    assert kv.watermarks("c") == Watermarks(scheduled=8, computed=8, committed=8)
+
+
+def test_steps_that_never_land_are_forgotten_with_their_sequences():
+    """An engine that fails a step's requests does not update the step."""
+    kv = manager()
+    for round_ in range(3):
+        kv.admit(request(f"r{round_}", 5, 3), Txn())
+        plan, txn = step((f"r{round_}", 0, 5)), Txn()
+        kv.prepare(plan, txn)
+        watched = weakref.ref(plan.counts)
+        txn.commit()
+        kv.free(f"r{round_}")
+        del plan
+        assert watched() is None
 
 
 @pytest.mark.parametrize("call", ["admit", "prepare"])

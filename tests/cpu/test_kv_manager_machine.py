@@ -1,40 +1,123 @@
-"""A stateful machine over slots, KV blocks and their dispatcher: any order of calls keeps the books."""
+"""A stateful machine over slots, KV blocks, their dispatcher and both policies: any order of calls keeps the books.
+
+The model is a few numbers per request and says by itself what must be reserved, what is missing, and what a rollback
+restores. Numbers in comments are those of docs/invariants.md.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from fractions import Fraction
+
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tonnage.resources.admission import FINISH_DECAY, SUSPENSION_STEP, Optimistic, ReserveAll
 from tonnage.resources.base import Deferral, ProbeRequest
 from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.resources.slots import SlotManager
-from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.step import StepItem, StepPlan, Txn, Veto
 
 NUM_BLOCKS, NUM_SLOTS, MAX_SEQ_LEN = 10, 4, 24
 
 
-class Books(RuleBasedStateMachine):
-    """``live`` is the model: each admitted request and how many of its tokens are scheduled."""
+class Saboteur(SlotManager):
+    """The last manager in line; it raises ``error`` when it is asked for anything."""
 
-    @initialize(block_tokens=st.sampled_from([1, 3, 4]))
-    def build(self, block_tokens):
-        self.slots = SlotManager(NUM_SLOTS)
-        self.pool = BlockPool(NUM_BLOCKS)
+    name = "saboteur"
+    after = frozenset({"kv"})
+    error: Exception | None = None
+
+    def admit(self, request, txn):
+        self._fail()
+        return super().admit(request, txn)
+
+    def prepare(self, plan, txn):
+        self._fail()
+        super().prepare(plan, txn)
+
+    def _fail(self):
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence(ProbeRequest):
+    """One that may come back with ``num_generated`` tokens of output."""
+
+    num_generated: int = 0
+
+    @property
+    def token_ids(self):
+        return (0,) * (self.num_prompt_tokens + self.num_generated)
+
+    @property
+    def most(self):
+        return self.max_total_tokens - self.num_prompt_tokens
+
+
+@dataclass
+class Life:
+    """What the model knows of a live request: how far it is scheduled and computed, and the least still to come."""
+
+    request: Sequence
+    scheduled: int = 0
+    computed: int = 0
+    remaining: list[int] = field(default_factory=list)
+
+    @property
+    def generated(self):
+        drawn = max(self.request.num_generated, self.scheduled + 1 - self.request.num_prompt_tokens)
+        return min(drawn, self.request.most)
+
+
+class Books(RuleBasedStateMachine):
+    """``live``: each admitted request; ``suspended``: those that wait to come back; ``launched``: steps in flight."""
+
+    @initialize(block_tokens=st.sampled_from([1, 3, 4]), extra=st.sampled_from([0, 0, 2]), is_optimistic=st.booleans())
+    def build(self, block_tokens, extra, is_optimistic):
+        self.slots, self.pool, self.saboteur = SlotManager(NUM_SLOTS), BlockPool(NUM_BLOCKS), Saboteur(NUM_SLOTS)
+        self.policy = Optimistic() if is_optimistic else ReserveAll()
         self.kv = KVManager(
             self.pool,
             block_tokens=block_tokens,
             max_seq_len=MAX_SEQ_LEN,
             max_batch_size=NUM_SLOTS,
             slots=self.slots,
+            admission=self.policy,
+            extra_tokens=extra,
         )
-        self.dispatcher = Dispatcher([self.kv, self.slots])
-        self.live: dict[str, tuple[ProbeRequest, int]] = {}
-        self.launched: list[StepPlan] = []
+        self.dispatcher = Dispatcher([self.saboteur, self.kv, self.slots])
+        self.live: dict[str, Life] = {}
+        self.suspended: list[Sequence] = []
+        self.launched: list[tuple[StepPlan, dict[str, Life]]] = []
+        self.lengths: list[int] = []
+        self.pessimism = 0.0
         self.num_seen = 0
+
+    # The model.
+
+    def blocks(self, tokens):
+        return -(-tokens // self.kv.block_tokens)
+
+    def expected(self, request, generated):
+        """Blocks in the end, by the definition of the policies, one request at a time."""
+        new = most = request.most
+        if isinstance(self.policy, Optimistic) and generated < most:
+            longer = [min(length, most) for length in self.lengths if length > generated]
+            mean = -(-Fraction(sum(longer) + most) // (len(longer) + 1))
+            new = int(mean) + int(self.pessimism * (most - mean))
+        tokens = max(request.num_prompt_tokens, request.num_prompt_tokens + new - 1)
+        return self.blocks(tokens + self.kv.extra_tokens)
+
+    def num_reserved(self):
+        held = {name: self.blocks(life.scheduled) for name, life in self.live.items()}
+        return sum(max(0, self.expected(life.request, life.generated) - held[n]) for n, life in self.live.items())
 
     def snapshot(self):
         """Everything that a rollback must restore, the order of the free blocks included."""
@@ -49,74 +132,176 @@ class Books(RuleBasedStateMachine):
     def draw_step(self, data):
         """Some live requests, each with 1 to all of its tokens still to come."""
         items = []
-        for name, (request, scheduled) in self.live.items():
-            left = self.kv.kv_tokens(request) - scheduled
+        for name, life in self.live.items():
+            left = self.kv.kv_tokens(life.request) - life.scheduled
             count = data.draw(st.integers(0, left), label=name)
             if count:
-                items.append(StepItem(request_id=name, start=scheduled, count=count, samples=count == left))
-        return StepPlan.of(len(self.launched), tuple(items))
+                items.append(StepItem(request_id=name, start=life.scheduled, count=count, samples=count == left))
+        return StepPlan.of(self.num_seen, tuple(items))
 
-    @rule(prompt=st.integers(1, 14), new=st.integers(1, 10), final=st.booleans())
-    def admit(self, prompt, new, final):
-        self.num_seen += 1
-        request = ProbeRequest(id=f"r{self.num_seen}", num_prompt_tokens=prompt, max_total_tokens=prompt + new)
-        if self.dispatcher.refusals(request):
-            return
-        before, txn = self.snapshot(), Txn()
+    def num_missing(self, plan):
+        new = sum(self.blocks(item.end) - self.blocks(item.start) for item in plan.items)
+        return max(0, new - self.pool.num_free)
+
+    def leave(self, name):
+        """Out of everything, twice: the second time changes nothing (15)."""
+        self.dispatcher.free(name)
+        life = self.live.pop(name)
+        after = self.snapshot()
+        self.dispatcher.free(name)
+        assert self.snapshot() == after
+        return life
+
+    # Admission.
+
+    def admitted(self, request, txn):
+        """Try; a deferral must be true and leave no trace (13)."""
+        before, have = self.snapshot(), max(0, self.pool.num_free - self.num_reserved())
+        need = self.expected(request, min(request.num_generated, request.most))
         answer = self.dispatcher.admit(request, txn)
-        deferred = isinstance(answer, Deferral)
-        if final and not deferred:
-            txn.commit()
-            self.live[request.id] = (request, 0)
-            return
-        if deferred:
-            assert answer.need > answer.have
-            assert self.snapshot() == before
-        txn.rollback()
+        no_slot = len(self.live) == NUM_SLOTS
+        if not isinstance(answer, Deferral):
+            assert not no_slot
+            assert need <= have
+            self.live[request.id] = Life(request)
+            return True
+        if not no_slot:
+            assert (answer.manager, answer.need, answer.have) == ("kv", need, have)
+        assert answer.need > answer.have
         assert self.snapshot() == before
+        assert self.live, "the first request in an empty pool gets in"
+        return False
+
+    @rule(prompt=st.integers(1, 14), new=st.integers(1, 10))
+    def arrive(self, prompt, new):
+        self.num_seen += 1
+        request = Sequence(id=f"r{self.num_seen}", num_prompt_tokens=prompt, max_total_tokens=prompt + new)
+        refused = self.blocks(self.kv.kv_tokens(request)) > NUM_BLOCKS
+        assert bool(self.dispatcher.refusals(request)) == refused  # 28
+        if not refused and self.admitted(request, Txn()):
+            self.what_is_known_can_be_computed()
+
+    @precondition(lambda self: self.suspended)
+    @rule()
+    def come_back(self):
+        if self.admitted(self.suspended[0], Txn()):
+            del self.suspended[0]
+            self.what_is_known_can_be_computed()
+
+    def what_is_known_can_be_computed(self):
+        """Right after an admission, the step that brings every sequence to its last known token is never short."""
+        known = [life.request.num_prompt_tokens + life.generated for life in self.live.values()]
+        most = [self.kv.kv_tokens(life.request) for life in self.live.values()]
+        assert self.dispatcher.short_of(tuple(self.live), np.minimum(known, most)) is None
+
+    # Steps.
 
     @rule(data=st.data())
     def launch(self, data):
-        """A running request never fails to get its blocks: this must not raise, whatever else was admitted."""
+        """A step goes out if and only if its blocks are there; a veto leaves no trace."""
         plan, txn = self.draw_step(data), Txn()
+        missing, before = self.num_missing(plan), self.snapshot()
+        short = self.dispatcher.short_of(plan.request_ids, plan.ends)
+        assert (short.need if short else 0) == missing
+        if missing:
+            with pytest.raises(Veto):
+                self.dispatcher.prepare(plan, txn)
+            txn.rollback()
+            assert self.snapshot() == before
+            return
         self.dispatcher.prepare(plan, txn)
         txn.commit()
-        self.launched.append(plan)
+        self.launched.append((plan, {item.request_id: self.live[item.request_id] for item in plan.items}))
         for item in plan.items:
-            self.live[item.request_id] = (self.live[item.request_id][0], item.end)
+            self.live[item.request_id].scheduled = item.end
 
-    @rule(data=st.data())
-    def launch_and_take_back(self, data):
+    @rule(data=st.data(), fails=st.sampled_from([None, RuntimeError("defect"), Veto("saboteur", "no"), MemoryError()]))
+    def a_step_taken_back(self, data, fails):
+        """An admission and a step in one transaction; whatever ends it, everything is as it was (13)."""
         before, txn = self.snapshot(), Txn()
-        self.dispatcher.prepare(self.draw_step(data), txn)
-        txn.rollback()
+        self.num_seen += 1
+        request = Sequence(id=f"r{self.num_seen}", num_prompt_tokens=2, max_total_tokens=4)
+        try:
+            if not isinstance(self.dispatcher.admit(request, txn), Deferral):
+                self.live[request.id] = Life(request)
+            plan = self.draw_step(data)
+            self.saboteur.error = fails
+            self.dispatcher.prepare(plan, txn)
+        except (RuntimeError, Veto, MemoryError):
+            assert fails is not None or self.num_missing(plan)
+        finally:
+            self.saboteur.error = None
+            self.live.pop(request.id, None)
+            txn.rollback()
+        assert self.snapshot() == before
+
+    @rule(fails=st.sampled_from([RuntimeError("defect"), MemoryError()]))
+    def an_admission_that_fails(self, fails):
+        before = self.snapshot()
+        self.saboteur.error = fails
+        request = Sequence(id="never", num_prompt_tokens=2, max_total_tokens=4)
+        try:
+            answer = self.dispatcher.admit(request)
+        except type(fails):
+            answer = None
+        self.saboteur.error = None
+        assert answer is None or isinstance(answer, Deferral)
         assert self.snapshot() == before
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def cancel_between_prepare_and_rollback(self, data):
+        """What is cancelled is gone, everybody else is as before the step."""
         plan, txn = self.draw_step(data), Txn()
+        if self.num_missing(plan):
+            return
+        others = self.snapshot()[3]
         self.dispatcher.prepare(plan, txn)
-        self.finish(data)
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        del others[name]
+        self.leave(name)
         txn.rollback()
+        assert self.snapshot()[3] == others
 
     @precondition(lambda self: self.launched)
     @rule()
     def land(self):
-        self.dispatcher.update(self.launched.pop(0), None)
+        """Of whoever left since, and may be back under its name, nothing changes."""
+        plan, lives = self.launched.pop(0)
+        self.dispatcher.update(plan, None)
+        for item in plan.items:
+            lives[item.request_id].computed = item.end
+
+    # The end of a life.
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def finish(self, data):
-        name = data.draw(st.sampled_from(sorted(self.live)))
-        self.dispatcher.free(name)
-        del self.live[name]
-        after = self.snapshot()
-        self.dispatcher.free(name)
-        assert self.snapshot() == after
+        life = self.leave(data.draw(st.sampled_from(sorted(self.live))))
+        self.policy.finished(life.generated)
+        self.lengths.append(life.generated)
+        self.pessimism *= FINISH_DECAY
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def suspend(self, data):
+        life = self.leave(data.draw(st.sampled_from(sorted(self.live))))
+        self.policy.suspended()
+        self.pessimism = min(1.0, self.pessimism + SUSPENSION_STEP)
+        request = life.request
+        back = Sequence(
+            id=request.id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_total_tokens=request.max_total_tokens,
+            num_generated=min(life.generated, request.most - 1),
+        )
+        self.suspended.append(back)
+
+    # What always holds.
 
     @invariant()
     def free_and_referenced_are_all(self):
+        """1."""
         counts = self.pool.ref_counts(np.arange(NUM_BLOCKS))
         assert self.pool.num_free + np.count_nonzero(counts) == NUM_BLOCKS
         assert sorted(self.pool.free_ids().tolist()) == np.flatnonzero(counts == 0).tolist()
@@ -128,23 +313,41 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def reservations_add_up(self):
-        lives = sum(self.kv.lifetime_need(request) for request, _ in self.live.values())
-        assert self.kv.available() == NUM_BLOCKS - lives >= 0
-        assert self.kv.stats()["reserved"] == sum(self.kv.remaining(request) for request, _ in self.live.values())
+        assert self.kv.stats()["reserved"] == self.num_reserved()
+        assert self.kv.available() == max(0, self.pool.num_free - self.num_reserved())
+
+    @invariant()
+    def whole_lives_fit_where_they_are_reserved(self):
+        """16: computed to their very ends, extra tokens included, running sequences together find their blocks."""
+        if not self.policy.may_suspend:
+            ends = np.array([self.kv.kv_tokens(life.request) for life in self.live.values()], np.int64)
+            assert self.dispatcher.short_of(tuple(self.live), ends) is None
+
+    @invariant()
+    def what_is_to_come_only_falls(self):
+        """19."""
+        for life in self.live.values():
+            life.remaining.append(self.kv.remaining(life.request))
+            assert life.remaining[-2:] == sorted(life.remaining[-2:], reverse=True)
+            assert (life.remaining[-1] == 0) == (
+                self.blocks(life.scheduled) == self.blocks(self.kv.kv_tokens(life.request))
+            )
 
     @invariant()
     def sequences_are_where_the_model_says(self):
         assert (
             len({self.kv.row_index(name) for name in self.live}) == len(self.live) == NUM_SLOTS - self.slots.available()
         )
-        for name, (_, scheduled) in self.live.items():
+        for name, life in self.live.items():
             marks = self.kv.watermarks(name)
-            assert scheduled == marks.scheduled >= marks.computed >= marks.committed
+            assert (marks.scheduled, marks.computed) == (life.scheduled, life.computed)
+            assert marks.scheduled >= marks.computed >= marks.committed
             num_blocks = self.kv.block_ids(name).size
-            assert num_blocks == -(-scheduled // self.kv.block_tokens)
+            assert num_blocks == self.blocks(life.scheduled)
             assert not self.kv.row(name)[num_blocks:].any()
 
     def teardown(self):
+        """15."""
         if hasattr(self, "live"):
             for name in self.live:
                 self.dispatcher.free(name)
@@ -153,4 +356,4 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -49,6 +49,15 @@ def test_misuse_is_refused():
         SlotManager(0)
 
 
+def test_a_step_names_the_one_without_a_slot():
+    slots = SlotManager(2)
+    slots.admit(request("a"), Txn())
+    rows = [StepItem(request_id=name, start=0, count=1, samples=True) for name in "ab"]
+    slots.prepare(StepPlan.of(0, rows[:1]), Txn())
+    with pytest.raises(ResourceError, match="'b' has no slot"):
+        slots.prepare(StepPlan.of(0, rows), Txn())
+
+
 @given(st.lists(st.integers(0, 9)))
 def test_slots_stay_distinct_and_stable(toggles):
     """Each number is a request that arrives, or leaves if it is there."""
