@@ -12,9 +12,7 @@ from tonnage.sampling import SamplingParams
 
 def waiting(arrival, priority=0):
     params = SamplingParams(priority=priority)
-    return Request(
-        id=f"r{arrival}", token_ids=[1], num_prompt_tokens=1, max_tokens=1, params=params, arrival=arrival
-    )
+    return Request(id=f"r{arrival}", token_ids=[1], num_prompt_tokens=1, max_tokens=1, params=params, arrival=arrival)
 
 
 def drained(queue):

@@ -221,8 +221,7 @@ class Engine:
         self._num_steps += 1
         self._generated_tokens += len(outcome.tokens)
         for request_id, told in outcome.prompt.items():
-            if (request := self._scheduler.running(request_id)) is not None:
-                request.prompt_logprobs.extend(told)
+            self._scheduler.running[request_id].prompt_logprobs.extend(told)
         ended, deltas = self._append(outcome)
         for request, delta in deltas:
             self._tell(request, delta)
@@ -233,10 +232,9 @@ class Engine:
         """Each sampling row's token to its request; returns those that ended and what is to be told to listeners."""
         ended: list[Request] = []
         deltas: list[tuple[Request, Delta]] = []
-        rows = zip(outcome.request_ids, outcome.tokens, outcome.logprobs, outcome.finite, strict=True)
-        for row, (request_id, token, logprob, is_finite) in enumerate(rows):
-            request = self._scheduler.running(request_id)
-            assert request is not None
+        requests = map(self._scheduler.running.__getitem__, outcome.request_ids)
+        rows = zip(requests, outcome.tokens, outcome.logprobs, outcome.finite, strict=True)
+        for row, (request, token, logprob, is_finite) in enumerate(rows):
             if not is_finite:
                 request.finish, request.error = Finish.ERROR, "the model's logits are not finite numbers"
                 ended.append(request)
@@ -272,7 +270,7 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         """Out of the scheduler, unless it has left already."""
-        if self._scheduler.running(request.id) is request:
+        if self._scheduler.running.get(request.id) is request:
             self._scheduler.remove(request.id)
             self._done.append(request)
 

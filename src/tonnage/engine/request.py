@@ -75,14 +75,14 @@ class Request:
     waited: bool = False  # at least one step went by without memory for it
     deferrals_before: int = 0  # how often the queue had stood still when it was submitted
     arrived_ns: int = field(default_factory=time.monotonic_ns)
+    max_total_tokens: int = field(init=False)  # a field and not a property: it is read at every token
+
+    def __post_init__(self) -> None:
+        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
 
     @property
     def priority(self) -> int:
         return self.params.priority
-
-    @property
-    def max_total_tokens(self) -> int:
-        return self.num_prompt_tokens + self.max_tokens
 
     @property
     def num_generated_tokens(self) -> int:

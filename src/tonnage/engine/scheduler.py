@@ -11,7 +11,7 @@ sequence is never suspended, so it finishes, and then the next one is the oldest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,8 +95,10 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def running(self, request_id: str) -> Request | None:
-        return self._running.get(request_id)
+    @property
+    def running(self) -> Mapping[str, Request]:
+        """The running requests by id, live."""
+        return self._running
 
     def add(self, request: Request) -> None:
         request.arrival = self._num_arrived

@@ -1,0 +1,229 @@
+"""A step that fails in any phase leaves every manager as before, and the loop goes on serving (on the stub engine)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.engine import Finish
+from tonnage.engine.events import EventKind
+from tonnage.engine.stub import stub_engine
+from tonnage.errors import BufferOOM, DeclarationExceeded
+from tonnage.sampling import SamplingParams
+from tonnage.step import Veto
+
+PENALISED = {"repetition_penalty": 1.2}
+
+
+def engine_with_work(**limits):
+    """Decodes under way, a long prompt half computed, and more that wait; some have penalties."""
+    engine = stub_engine(
+        **{"kv_tokens": 800, "max_seq_len": 400, "max_batch_size": 4, "max_num_tokens": 64, "seed": 3, **limits}
+    )
+    for name, length, new in (("a", 20, 30), ("b", 30, 12), ("long", 150, 9), ("c", 10, 8), ("d", 12, 10)):
+        params = SamplingParams(max_tokens=new, seed=length, **(PENALISED if name in "bd" else {}))
+        engine.submit(engine.request(name, params, token_ids=[1 + i % 200 for i in range(length)]))
+    for _ in range(3):
+        assert engine.step() == []
+    assert engine.progress().num_running >= 3
+    return engine
+
+
+def drain(engine):
+    done = {}
+    for _ in range(2000):
+        if not engine.has_work:
+            return done
+        done.update({completion.request_id: completion for completion in engine.step()})
+    raise AssertionError("it does not come to an end")
+
+
+def state(engine):
+    """All that a rollback must restore: blocks, pages, slots, watermarks, the queue and the batch."""
+    managers, scheduler = engine._runtime.managers, engine._scheduler
+    running = sorted(scheduler.running)
+    turns = []
+    while scheduler._waiting.peek() is not None:
+        turns.append(scheduler._waiting.pop())
+    for turn in reversed(turns):
+        scheduler._waiting.undo(turn)
+    return {
+        "managers": {k: v for k, v in managers.dispatcher.stats().items() if "high_water" not in k},
+        "free blocks": managers.kv.pool.free_ids().tolist(),
+        "pages": managers.kv.table.tolist(),
+        "watermarks": [managers.kv.watermarks(name) for name in running],
+        "slots": [(name, scheduler.running[name].slot) for name in running],
+        "computed": [int(scheduler.batch.computed[scheduler.running[name].slot]) for name in running],
+        "tokens": [list(scheduler.running[name].token_ids) for name in running],
+        "queue": [(turn.request.id, turn.request.num_overtaken) for turn in turns],
+        "bytes": engine.ledger.accounted_bytes,
+    }
+
+
+class Broken:
+    """Replaces a method; fails the first ``times`` calls, before or after the real one did its work."""
+
+    def __init__(self, monkeypatch, owner, name, error, *, times=1, after=False):
+        self.left = times
+        real = getattr(owner, name)
+
+        def broken(*arguments, **named):
+            if self.left == 0:
+                return real(*arguments, **named)
+            self.left -= 1
+            if after:
+                real(*arguments, **named)
+            raise error
+
+        monkeypatch.setattr(owner, name, broken)
+
+
+TRUTH = {name: completion.token_ids for name, completion in drain(engine_with_work(kv_tokens=4000)).items()}
+PHASES = [(who, hook) for who in ("slots", "kv", "penalties") for hook in ("admit", "prepare")]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before its work", "after its work"])
+@pytest.mark.parametrize(("who", "hook"), PHASES)
+@pytest.mark.parametrize("error", [RuntimeError("broken"), Veto("somebody", "not now")], ids=["exception", "veto"])
+def test_a_failure_before_launch_leaves_every_manager_as_before(monkeypatch, who, hook, after, error):
+    engine = engine_with_work()
+    if hook == "admit":
+        engine.cancel("a")  # so that somebody may be admitted
+        assert [completion.request_id for completion in engine.step()] == ["a"]
+        engine.cancel("b")
+    before = state(engine)
+    # Nothing may be failed by the step itself, or the managers would give up what those requests hold.
+    failed = []
+    monkeypatch.setattr(engine, "_fail_step", lambda scheduled, error: failed.append(error))
+    broken = Broken(monkeypatch, getattr(engine._runtime.managers, who), hook, error, after=after)
+    engine._step()
+    if hook == "admit" and broken.left:
+        pytest.skip("nobody was admitted in this step")
+    assert failed == [error]
+    assert state(engine) == before
+    done = drain(engine)
+    assert {name: done[name].token_ids for name in ("long", "c", "d")} == {n: TRUTH[n] for n in ("long", "c", "d")}
+    assert state(engine)["managers"]["slots.used"] == 0
+
+
+def test_a_failure_in_launch_leaves_every_manager_as_before(monkeypatch):
+    engine = engine_with_work()
+    before = state(engine)
+    monkeypatch.setattr(engine, "_fail_step", lambda scheduled, error: None)
+    Broken(monkeypatch, type(engine._runtime), "launch", RuntimeError("kernel fell over"))
+    engine._step()
+    assert state(engine) == before
+    assert {name: completion.token_ids for name, completion in drain(engine).items()} == TRUTH
+
+
+@pytest.mark.parametrize("phase", ["prepare", "launch", "update"])
+def test_the_failed_step_ends_its_requests_and_nobody_else(monkeypatch, phase):
+    engine = engine_with_work()
+    owner = type(engine._runtime) if phase == "launch" else engine._runtime.managers.kv
+    Broken(monkeypatch, owner, phase, RuntimeError("broken"))
+    done = drain(engine)
+    failed = {name for name, completion in done.items() if completion.finish_reason is Finish.ERROR}
+    assert "a" in failed
+    assert "d" not in failed, "it was still waiting"
+    assert all("broken" in done[name].error for name in failed)
+    assert {name: done[name].token_ids for name in done.keys() - failed} == {
+        name: TRUTH[name] for name in done.keys() - failed
+    }
+    assert sorted(done) == sorted(TRUTH)
+    assert engine.progress().kv_used_tokens == 0
+
+
+def test_who_cannot_be_admitted_fails_alone(monkeypatch):
+    """The request whose admission raises is to blame, not the one at the head of the queue."""
+    engine = stub_engine(kv_tokens=800, max_seq_len=400, max_batch_size=4, max_num_tokens=64)
+    for name in ("first", "bad", "last"):
+        engine.submit(engine.request(name, SamplingParams(max_tokens=4), token_ids=[1, 2, 3]))
+    kv = engine._runtime.managers.kv
+    admit = kv.admit
+
+    def picky(request, txn):
+        if request.id == "bad":
+            raise RuntimeError("I do not like it")
+        return admit(request, txn)
+
+    monkeypatch.setattr(kv, "admit", picky)
+    done = drain(engine)
+    assert {name: completion.finish_reason for name, completion in done.items()} == {
+        "first": Finish.LENGTH,
+        "bad": Finish.ERROR,
+        "last": Finish.LENGTH,
+    }
+
+
+OUT_OF_MEMORY = {
+    "torch's allocator": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."),
+        "4,096 bytes of tensors, in ",
+    ),
+    "scratch": (DeclarationExceeded(backend="sdpa", asked_bytes=9000, declared_bytes=8000), "'sdpa': 9,000 bytes"),
+    "a buffer": (BufferOOM(size_bytes=7, used_bytes=5, capacity_bytes=6, owner="penalties"), "penalties: 7 bytes"),
+    "the host": (MemoryError(), "host memory, in "),
+}
+
+
+@pytest.mark.parametrize("what", OUT_OF_MEMORY)
+def test_out_of_memory_in_a_step_is_tried_again_smaller_and_told(monkeypatch, what):
+    error, culprit = OUT_OF_MEMORY[what]
+    engine = engine_with_work()
+    events = []
+    engine.observe = events.append
+    drained = []
+    monkeypatch.setattr(type(engine._runtime), "drain", lambda self: drained.append(True))
+    sizes = []
+    real = type(engine._runtime).launch
+
+    def launch(self, scheduled, batch):
+        sizes.append(scheduled.plan.shape.num_tokens)
+        if len(sizes) == 1:
+            raise error
+        return real(self, scheduled, batch)
+
+    monkeypatch.setattr(type(engine._runtime), "launch", launch)
+    done = drain(engine)
+    assert {name: completion.token_ids for name, completion in done.items()} == TRUTH
+    assert drained == [True]
+    assert 0 < sizes[1] <= sizes[0] // 2
+    (told,) = engine.result().retried_steps
+    assert culprit in told
+    assert [event.kind for event in events].count(EventKind.RETRIED) == 1
+
+
+def test_a_second_out_of_memory_fails_the_smaller_step_only(monkeypatch):
+    """Of four decodes the oldest two are tried again, and fail; the others go on."""
+    engine = stub_engine(kv_tokens=800, max_seq_len=400, max_batch_size=4, max_num_tokens=64)
+    for i in range(4):
+        engine.submit(engine.request(f"r{i}", SamplingParams(max_tokens=9), token_ids=[1, 2, 3]))
+    engine.step()
+    Broken(monkeypatch, type(engine._runtime), "launch", MemoryError("no"), times=2)
+    done = drain(engine)
+    reasons = {name: completion.finish_reason for name, completion in done.items()}
+    assert reasons == {"r0": Finish.ERROR, "r1": Finish.ERROR, "r2": Finish.LENGTH, "r3": Finish.LENGTH}
+    assert len(engine.result().retried_steps) == 1
+
+
+def test_a_manager_that_cannot_run_again_is_not_retried(monkeypatch):
+    engine = engine_with_work()
+    monkeypatch.setattr(engine, "_may_retry", False)
+    Broken(monkeypatch, type(engine._runtime), "launch", MemoryError("no"))
+    done = drain(engine)
+    assert any(completion.finish_reason is Finish.ERROR for completion in done.values())
+    assert engine.result().retried_steps == ()
+
+
+def test_an_observer_hears_of_every_request_from_arrival_to_end():
+    engine = stub_engine(kv_tokens=800, max_seq_len=400, max_batch_size=4, max_num_tokens=64)
+    events = []
+    engine.observe = events.append
+    for i in range(6):
+        engine.submit(engine.request(f"r{i}", SamplingParams(max_tokens=5), token_ids=[1] * 20))
+    engine.cancel("r5")
+    drain(engine)
+    for i in range(6):
+        kinds = [event.kind for event in events if event.request_id == f"r{i}"]
+        assert kinds[0] is EventKind.ARRIVED
+        assert kinds[-1] is EventKind.ENDED
+        assert kinds.count(EventKind.ENDED) == 1
