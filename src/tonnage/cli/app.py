@@ -16,14 +16,16 @@ import click
 import typer
 
 from tonnage import __version__
+from tonnage.cli.bench import bench
 from tonnage.cli.diff import diff
 from tonnage.cli.plan import plan
 from tonnage.cli.report import report
 from tonnage.cli.run import run
+from tonnage.cli.soak import soak
 from tonnage.errors import TonnageError
 
 #: Adding a verb is one file, and one line here.
-VERBS = (plan, run, report, diff)
+VERBS = (plan, run, bench, soak, report, diff)
 
 TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
 INTERRUPTED, PIPE_CLOSED = 130, 141

@@ -14,10 +14,10 @@ PLAIN_SECONDS = 5.0
 
 
 class Display(Protocol):
-    """Told of every stage of start-up, then of every step."""
+    """Told of every stage of start-up, then of every step. ``total``: requests that will come; None: nobody knows."""
 
     def stage(self, name: str) -> None: ...
-    def begin(self, total: int) -> None: ...
+    def begin(self, total: int | None) -> None: ...
     def step(self, progress: Progress, *, done: int) -> None: ...
     def close(self) -> None: ...
 
@@ -43,18 +43,23 @@ def kv_text(progress: Progress) -> str:
     return f"KV {'<1' if progress.kv_used_tokens and not percent else percent} % in use"
 
 
+def of_total(done: int, total: int | None) -> str:
+    return f"{done}" if total is None else f"{done}/{total}"
+
+
 class PlainLines:
     """One line a stage, then one every few seconds. ``clock`` counts seconds."""
 
     def __init__(self, stream: IO[str], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
-        self._total, self._next = 0, 0.0
+        self._total: int | None = None
+        self._next = 0.0
         self._rate = Rate(clock)
 
     def stage(self, name: str) -> None:
         self._print(f"start-up: {name}")
 
-    def begin(self, total: int) -> None:
+    def begin(self, total: int | None) -> None:
         self._total, self._next = total, self._clock() + PLAIN_SECONDS
         self._rate = Rate(self._clock)
 
@@ -63,7 +68,8 @@ class PlainLines:
             return
         self._next = self._clock() + PLAIN_SECONDS
         self._print(
-            f"{done}/{self._total} requests done, {progress.num_running} running, {progress.num_waiting} waiting, "
+            f"{of_total(done, self._total)} requests done, "
+            f"{progress.num_running} running, {progress.num_waiting} waiting, "
             f"{kv_text(progress)}, {self._rate.text(progress.generated_tokens)}"
         )
 
@@ -85,19 +91,19 @@ class Bar:
         self._bar: Any = Progress(*columns, console=Console(file=stream, markup=False), transient=True)
         self._task = self._bar.add_task("start-up", total=None, told="")
         self._rate = Rate()
+        self._total: int | None = None
         self._bar.start()
 
     def stage(self, name: str) -> None:
         self._bar.update(self._task, told=name)
 
-    def begin(self, total: int) -> None:
-        self._rate = Rate()
-        self._bar.reset(self._task, description=f"0/{total} requests", total=total, told="")
+    def begin(self, total: int | None) -> None:
+        self._rate, self._total = Rate(), total
+        self._bar.reset(self._task, description=f"{of_total(0, total)} requests", total=total, told="")
 
     def step(self, progress: Progress, *, done: int) -> None:
-        total = self._bar.tasks[0].total
         told = f"{self._rate.text(progress.generated_tokens)}  {kv_text(progress)}  {progress.num_waiting} waiting"
-        self._bar.update(self._task, completed=done, description=f"{done}/{total:.0f} requests", told=told)
+        self._bar.update(self._task, completed=done, description=f"{of_total(done, self._total)} requests", told=told)
 
     def close(self) -> None:
         self._bar.stop()

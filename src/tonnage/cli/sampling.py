@@ -14,13 +14,9 @@ from tonnage.units import parse_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """Field names are those of ``SamplingParams``; None, an empty list and False are what was not given."""
+class ChoiceOptions:
+    """How a token is chosen. Field names are those of ``SamplingParams``; None, an empty list and False: not given."""
 
-    max_tokens: Annotated[
-        Text, option("--max-tokens", "N", "Tokens to generate for a request (default: 128, or what fits).")
-    ] = None
-    min_tokens: Annotated[Text, option("--min-tokens", "N", "Do not stop before that many tokens.")] = None
     temperature: Annotated[Text, option("--temperature", "T", "0 (default): always the most probable token.")] = None
     top_k: Annotated[Text, option("--top-k", "K", "Draw from the K most probable tokens.")] = None
     top_p: Annotated[Text, option("--top-p", "P", "Draw from the fewest tokens that hold this probability.")] = None
@@ -36,16 +32,6 @@ class SamplingOptions:
     frequency_penalty: Annotated[
         Text, option("--frequency-penalty", "X", "Taken off for each time a token was in the output.")
     ] = None
-    seed: Annotated[Text, option("--seed", "N", "The same seed draws the same tokens.")] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End the text before TEXT; may be repeated.", show_default=False),
-    ] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False
-    n: Annotated[Text, option("--n", "N", "Independent samples of each prompt.")] = None
-    logprobs: Annotated[
-        Text, option("--logprobs", "N", "Keep log-probabilities, and those of the N most probable tokens.")
-    ] = None
 
     def values(self) -> dict[str, Any]:
         """The fields that were given, checked. Raises ``InvalidSetting`` naming the flag and the text typed."""
@@ -56,8 +42,28 @@ class SamplingOptions:
                 found[field.name] = value = _value(field.name, text)
                 _check(field.name, text, {field.name: value})
         if "min_tokens" in found:
-            _check("min_tokens", self.min_tokens, found)
+            _check("min_tokens", getattr(self, "min_tokens", None), found)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions(ChoiceOptions):
+    """All that a request may be given by a flag."""
+
+    max_tokens: Annotated[
+        Text, option("--max-tokens", "N", "Tokens to generate for a request (default: 128, or what fits).")
+    ] = None
+    min_tokens: Annotated[Text, option("--min-tokens", "N", "Do not stop before that many tokens.")] = None
+    seed: Annotated[Text, option("--seed", "N", "The same seed draws the same tokens.")] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End the text before TEXT; may be repeated.", show_default=False),
+    ] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False
+    n: Annotated[Text, option("--n", "N", "Independent samples of each prompt.")] = None
+    logprobs: Annotated[
+        Text, option("--logprobs", "N", "Keep log-probabilities, and those of the N most probable tokens.")
+    ] = None
 
 
 def _value(name: str, text: Any) -> object:

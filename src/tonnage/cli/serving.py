@@ -215,15 +215,19 @@ class Serving:
 
 
 def one_by_one(params: SamplingParams) -> list[SamplingParams]:
-    """The engine takes one sample a request: the same parameters ``n`` times, each with a seed of its own."""
+    """The engine takes one sample a request: the same parameters ``n`` times, each with a seed of its own.
+
+    Log-probabilities of the prompt are the same for all and asked for once.
+    """
     if params.n == 1:
         return [params]
-    if params.seed is None:
-        return [replace(params, n=1)] * params.n
+    seeds: list[int | None] = [None] * params.n
+    if params.seed is not None:
+        from tonnage.engine.sampling.random import child_seed
 
-    from tonnage.engine.sampling.random import child_seed
-
-    return [replace(params, n=1, seed=child_seed(params.seed, number)) for number in range(params.n)]
+        seeds = [child_seed(params.seed, number) for number in range(params.n)]
+    first, *others = (replace(params, n=1, seed=seed) for seed in seeds)
+    return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
 
 def _why(completions: list[Completion]) -> str:

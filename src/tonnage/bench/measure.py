@@ -1,0 +1,234 @@
+"""Runs a workload on an engine and notes when each token came. All times in microseconds."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from tonnage.bench.inside import vocab_size
+from tonnage.bench.workloads import QUIET_STEPS, Workload
+from tonnage.errors import InputError, RequestRefused
+from tonnage.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tonnage.engine import Completion, Engine, Request
+
+GREEDY = SamplingParams(ignore_eos=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One request as it was served; times from the start of the run.
+
+    gaps_us           times between its tokens; those during which another prompt was computed for an interrupting
+                      request are in ``interrupted_gaps_us`` instead
+    is_interrupting   one of the prompts that come between, not of the workload's own requests
+    """
+
+    id: str
+    num_input_tokens: int
+    num_output_tokens: int
+    arrival_us: int
+    is_interrupting: bool = False
+    first_token_us: int | None = None
+    last_token_us: int = 0
+    gaps_us: list[int] = field(default_factory=list)
+    interrupted_gaps_us: list[int] = field(default_factory=list)
+    end_us: int = 0
+    num_suspended: int = 0
+    waited: bool = False
+    finish: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a run gave, raw: ``samples`` in order of arrival. ``elapsed_us`` ends with the last of its requests."""
+
+    workload: Workload
+    samples: tuple[Sample, ...]
+    elapsed_us: int
+    num_suspensions: int
+
+    @property
+    def requests(self) -> list[Sample]:
+        """The workload's own, without the prompts that came between."""
+        return [sample for sample in self.samples if not sample.is_interrupting]
+
+    @property
+    def num_failed(self) -> int:
+        return sum(sample.error is not None for sample in self.samples)
+
+
+def measure(
+    engine: Engine,
+    workload: Workload,
+    *,
+    params: SamplingParams = GREEDY,
+    num_warmup: int = 0,
+    clock_ns: Callable[[], int] = time.monotonic_ns,
+    sleep: Callable[[float], None] = time.sleep,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Measurement:
+    """Serve ``workload`` and time it; ``params`` but for max_tokens and seed are every request's.
+
+    The first ``num_warmup`` jobs are served once before, untimed. ``on_step`` hears how many requests have ended.
+    Raises ``InputError``, before anything runs, where the engine can never serve one of the jobs.
+    """
+    run = _Run(engine, workload, params, clock_ns, sleep, on_step)
+    run.warm_up(num_warmup)
+    return run.measured()
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request on its way: its tokens are counted after every step, so that nothing calls back from inside one."""
+
+    request: Request
+    sample: Sample
+    num_seen: int = 0
+
+
+class _Run:
+    def __init__(
+        self,
+        engine: Engine,
+        workload: Workload,
+        params: SamplingParams,
+        clock_ns: Callable[[], int],
+        sleep: Callable[[float], None],
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._engine, self._workload, self._params = engine, workload, params
+        self._clock_ns, self._sleep, self._on_step = clock_ns, sleep, on_step
+        self._live: dict[str, _Live] = {}
+        self._samples: list[Sample] = []
+        self._num_own_left = len(workload.jobs)
+        self._interruptions = enumerate(workload.interruptions(vocab_size(engine)))
+        self._quiet_steps = 0
+        # Made before the clock starts: drawing and checking prompts is not serving them.
+        self._requests = [self._request(number) for number in range(len(workload.jobs))]
+        self._began_ns = 0
+
+    def warm_up(self, num_jobs: int) -> None:
+        for number in range(min(num_jobs, len(self._workload.jobs))):
+            self._engine.submit(self._request(number, name="warm-up"))
+        while self._engine.has_work:
+            self._engine.step()
+
+    def measured(self) -> Measurement:
+        suspended = self._engine.progress().num_suspensions
+        self._began_ns = self._clock_ns()
+        due = deque(zip((job.arrival_us for job in self._workload.jobs), self._requests, strict=True))
+        while due or self._num_own_left:
+            while due and due[0][0] <= self._now_us():
+                arrival, request = due.popleft()
+                self._submit(request, arrival)
+            self._interrupt()
+            if self._engine.has_work:
+                self._step()
+            elif due:
+                self._sleep(max(0, due[0][0] - self._now_us()) / 10**6)
+        elapsed = self._now_us()
+        self._cancel_rest()
+        return Measurement(
+            workload=self._workload,
+            samples=tuple(self._samples),
+            elapsed_us=elapsed,
+            num_suspensions=self._engine.progress().num_suspensions - suspended,
+        )
+
+    def _now_us(self) -> int:
+        return (self._clock_ns() - self._began_ns) // 1000
+
+    # -- what arrives --------------------------------------------------------------------------------------------
+
+    def _request(self, number: int, *, name: str = "job") -> Request:
+        job = self._workload.jobs[number]
+        params = replace(self._params, max_tokens=job.num_output_tokens, seed=self._workload.seed + number)
+        prompt = self._workload.prompt(number, vocab_size(self._engine))
+        return self._checked(f"{name}-{number}", params, prompt)
+
+    def _checked(self, name: str, params: SamplingParams, prompt: list[int]) -> Request:
+        try:
+            return self._engine.request(name, params, token_ids=prompt)
+        except RequestRefused as refused:
+            raise InputError(
+                f"The engine can never serve workload {self._workload.name!r}: {refused.what}",
+                need=refused.need, have=refused.have,
+                remedy=f"shrink the workload's lengths with --scale; or {refused.remedy}",
+            ) from None  # fmt: skip
+
+    def _submit(self, request: Request, arrival_us: int, *, is_interrupting: bool = False) -> None:
+        sample = Sample(
+            id=request.id,
+            num_input_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.max_tokens,
+            arrival_us=arrival_us,
+            is_interrupting=is_interrupting,
+        )
+        self._samples.append(sample)
+        self._live[request.id] = _Live(request, sample)
+        self._engine.submit(request)
+
+    def _interrupt(self) -> None:
+        """The next prompt between, if it is time: all requests decode, and had some steps to themselves."""
+        if self._workload.shape.interrupting is None or self._is_interrupted():
+            return
+        own = [live.sample for live in self._live.values()]
+        if self._quiet_steps < QUIET_STEPS or not own or any(sample.first_token_us is None for sample in own):
+            return
+        number, prompt = next(self._interruptions)
+        params = replace(self._params, max_tokens=1, seed=number)
+        self._submit(self._checked(f"between-{number}", params, prompt), self._now_us(), is_interrupting=True)
+        self._quiet_steps = 0
+
+    def _is_interrupted(self) -> bool:
+        return any(live.sample.is_interrupting for live in self._live.values())
+
+    # -- what comes ----------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        is_interrupted = self._is_interrupted()
+        completions = self._engine.step()
+        now = self._now_us()
+        for live in self._live.values():
+            self._note(live, now, is_interrupted=is_interrupted)
+        for completion in completions:
+            self._end(completion, now)
+        self._quiet_steps += not is_interrupted
+        self._on_step(len(self._workload.jobs) - self._num_own_left)
+
+    @staticmethod
+    def _note(live: _Live, now: int, *, is_interrupted: bool) -> None:
+        """Tokens that came in this step; of several at once, all but the first came no time after it."""
+        num_new = live.request.num_generated_tokens - live.num_seen
+        if num_new == 0:
+            return
+        live.num_seen += num_new
+        sample = live.sample
+        gaps = sample.interrupted_gaps_us if is_interrupted else sample.gaps_us
+        if sample.first_token_us is None:
+            sample.first_token_us = now
+        else:
+            gaps.append(now - sample.last_token_us)
+        gaps += [0] * (num_new - 1)
+        sample.last_token_us = now
+
+    def _end(self, completion: Completion, now: int) -> None:
+        sample = self._live.pop(completion.request_id).sample
+        sample.end_us, sample.finish, sample.error = now, str(completion.finish_reason), completion.error
+        sample.num_suspended, sample.waited = completion.num_suspended, completion.waited
+        sample.num_output_tokens = len(completion.token_ids)
+        self._num_own_left -= not sample.is_interrupting
+
+    def _cancel_rest(self) -> None:
+        """An interrupting prompt that nobody is left to be interrupted by."""
+        for request_id in self._live:
+            self._engine.cancel(request_id)
+        while self._engine.has_work:
+            for completion in self._engine.step():
+                self._end(completion, self._now_us())

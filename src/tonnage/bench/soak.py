@@ -1,0 +1,283 @@
+"""A long random run of an engine, judged by the oracle, by what callers find, and by what is left when it is over."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tonnage.bench import inside, oracle, witness
+from tonnage.bench.mix import BAD_VALUES, Ask, Mix
+from tonnage.bench.oracle import Act, Oracle
+from tonnage.bench.witness import Heard, Raised, Witness
+from tonnage.errors import InvalidSetting, UserError
+from tonnage.sampling import SamplingParams
+from tonnage.terms import How, LineKind
+from tonnage.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    from tonnage.engine import Completion, Engine
+    from tonnage.engine.request import Delta
+    from tonnage.report import RunResult
+
+#: What no line of the ledger explains may be this many bytes, or this share (in hundredths) of the device.
+UNATTRIBUTED_BYTES, UNATTRIBUTED_HUNDREDTHS = 32 * MiB, 3
+#: The queue is let run down to this many batches before more requests come.
+MAX_WAITING_BATCHES = 4
+
+#: What is checked beside the oracle and the witness, by name.
+RULES = {
+    "bad values": "sampling parameters out of range are refused",
+    "completions": "every accepted request comes back once, no other does",
+    "held": "blocks, slots, penalty rows are all back when nothing is left to do",
+    "ledger": "counted lines are as before; what none explains is within its bar",
+    "defects": "no step ran out of memory",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One rule and how often it was broken."""
+
+    rule: str
+    meaning: str
+    num_broken: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakReport:
+    """What a soak saw.
+
+    outcomes             requests by how they ended, and refused ones
+    counts               entries of the log by kind
+    longest_wait_steps   steps from arrival or suspension to admission
+    most_overtaken       how often the oldest waiting request was passed while it was that
+    told                 the first violations, in words
+    """
+
+    verdicts: tuple[Verdict, ...]
+    told: tuple[str, ...]
+    outcomes: dict[str, int]
+    counts: dict[str, int]
+    num_tokens: int
+    longest_wait_steps: int
+    most_overtaken: int
+    seconds: float
+    result: RunResult
+
+    @property
+    def is_good(self) -> bool:
+        return not any(verdict.num_broken for verdict in self.verdicts)
+
+
+class Soak:
+    """Sends ``mix`` to ``engine`` until ``is_over(num_asked, seconds)`` says so, then lets everything end.
+
+    The clock decides only when to stop; what is asked when is decided by steps and ``mix.seed``, so a run of a number
+    of requests repeats itself exactly where the engine does.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mix: Mix,
+        *,
+        is_over: Callable[[int, float], bool],
+        has_sampler: bool = True,
+        on_step: Callable[[int], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._mix, self._is_over, self._on_step, self._clock = engine, mix, is_over, on_step, clock
+        self._rng = random.Random(mix.seed ^ 0x50AC)
+        self._limits = inside.oracle_limits(engine)
+        self._oracle = Oracle(self._limits)
+        self._witness = Witness(has_sampler=has_sampler)
+        self._open: dict[str, tuple[Ask, Heard | None]] = {}
+        self._cancelled: set[str] = set()
+        self._due: dict[int, list[str]] = defaultdict(list)  # cancellations by the step before which they come
+        self._num_steps = self._num_asked = self._num_tokens = 0
+        self._outcomes: Counter[str] = Counter()
+        self._broken: Counter[str] = Counter()
+        self._told: list[str] = []
+        self._at_rest = inside.held(engine)
+        self._lines_at_rest = _counted_lines(engine.result())
+
+    def run(self) -> SoakReport:
+        began = self._clock()
+        self._engine.observe = self._oracle.read
+        try:
+            self._try_bad_values()
+            while not self._is_over(self._num_asked, self._clock() - began):
+                for ask in self._mix.burst():
+                    if self._is_over(self._num_asked, self._clock() - began):
+                        break
+                    self._submit(ask)
+                self._be_quiet(self._mix.quiet_steps())
+            self._be_quiet(None)
+        finally:
+            self._engine.observe = None
+        self._oracle.close()
+        result = self._engine.result()
+        self._check_end(result)
+        return self._report(result, self._clock() - began)
+
+    # -- what is asked -------------------------------------------------------------------------------------------
+
+    def _try_bad_values(self) -> None:
+        for values in BAD_VALUES:
+            try:
+                SamplingParams(**values)
+            except InvalidSetting:
+                continue
+            self._break("bad values", f"{values} is accepted")
+
+    def _submit(self, ask: Ask) -> None:
+        self._num_asked += 1
+        if ask.is_malformed:
+            self._limits.malformed.add(ask.id)
+        heard = Heard() if ask.listens else None
+        try:
+            request = self._engine.request(
+                ask.id, ask.params, token_ids=ask.token_ids, on_delta=self._listener(ask, heard) if heard else None
+            )
+        except UserError:
+            self._outcomes["refused"] += 1
+            return
+        self._open[ask.id] = ask, heard
+        self._engine.submit(request)
+        if ask.cancel_after_steps == 0:
+            self._cancel(ask.id)
+        elif ask.cancel_after_steps is not None:
+            self._due[self._num_steps + ask.cancel_after_steps].append(ask.id)
+
+    def _listener(self, ask: Ask, heard: Heard) -> Callable[[Delta], None]:
+        def on_delta(delta: Delta) -> None:
+            number = heard.num_deltas
+            heard.take(delta)
+            if number == ask.cancels_at_delta:
+                self._cancel(self._rng.choice(list(self._open)) if ask.cancels_another else ask.id)
+            if number == ask.raises_at_delta:
+                heard.has_raised = True
+                raise Raised(ask.id)
+
+        return on_delta
+
+    def _cancel(self, request_id: str) -> None:
+        self._cancelled.add(request_id)
+        self._oracle.read(Act("cancel", request_id))
+        self._engine.cancel(request_id)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _be_quiet(self, num_steps: int | None) -> None:
+        """So many steps without new requests, or until nothing is left; longer where too many wait."""
+        most = MAX_WAITING_BATCHES * self._limits.max_batch_size
+        passed = 0
+        while self._engine.has_work:
+            if num_steps is not None and passed >= num_steps and self._engine.progress().num_waiting <= most:
+                return
+            self._step()
+            passed += 1
+        self._check_held()
+
+    def _step(self) -> None:
+        for request_id in self._due.pop(self._num_steps, ()):
+            self._cancel(request_id)
+        self._num_steps += 1
+        self._oracle.read(Act("step"))
+        for completion in self._engine.step():
+            self._take(completion)
+        self._on_step(sum(self._outcomes.values()))
+
+    def _take(self, completion: Completion) -> None:
+        ask, heard = self._open.pop(completion.request_id, (None, None))
+        if ask is None:
+            self._break("completions", f"{completion.request_id} comes back and was not there")
+            return
+        self._outcomes[str(completion.finish_reason)] += 1
+        self._num_tokens += len(completion.token_ids)
+        self._witness.check(ask, completion, heard, was_cancelled=ask.id in self._cancelled)
+        self._cancelled.discard(ask.id)
+        if ask.cancels_when_done:
+            self._oracle.read(Act("cancel", ask.id))
+            self._engine.cancel(ask.id)
+
+    # -- what is left --------------------------------------------------------------------------------------------
+
+    def _check_held(self) -> None:
+        held, progress = inside.held(self._engine), self._engine.progress()
+        moved = {name: (self._at_rest.get(name), count) for name, count in held.items() if self._at_rest[name] != count}
+        if moved or progress.num_running or progress.num_waiting or progress.kv_used_tokens:
+            self._break("held", f"with nothing left to do: {moved or progress}")
+
+    def _check_end(self, result: RunResult) -> None:
+        for request_id in self._open:
+            self._break("completions", f"{request_id} never comes back")
+        for line, num_bytes in _counted_lines(result).items():
+            if num_bytes != self._lines_at_rest.get(line, 0):
+                was = format_bytes(self._lines_at_rest.get(line, 0))
+                self._break("ledger", f"{line} stands at {format_bytes(num_bytes)}, at the start at {was}")
+        unexplained, device = result.snapshot.unattributed, result.plan.device_bytes
+        if unexplained is not None and unexplained > max(UNATTRIBUTED_BYTES, device * UNATTRIBUTED_HUNDREDTHS // 100):
+            self._break("ledger", f"no line explains {format_bytes(unexplained)}")
+        for culprit in result.retried_steps:
+            self._break("defects", culprit)
+
+    def _report(self, result: RunResult, seconds: float) -> SoakReport:
+        rules = {**oracle.RULES, **witness.RULES, **RULES}
+        broken = self._oracle.broken + self._witness.broken + self._broken
+        return SoakReport(
+            verdicts=tuple(Verdict(rule=name, meaning=told, num_broken=broken[name]) for name, told in rules.items()),
+            told=(*self._oracle.told, *self._witness.told, *self._told),
+            outcomes=dict(self._outcomes),
+            counts=dict(self._oracle.counts),
+            num_tokens=self._num_tokens,
+            longest_wait_steps=self._oracle.longest_wait_steps,
+            most_overtaken=self._oracle.most_overtaken,
+            seconds=seconds,
+            result=result,
+        )
+
+    def _break(self, rule: str, told: str) -> None:
+        assert rule in RULES
+        self._broken[rule] += 1
+        if self._broken[rule] <= Oracle.MAX_TOLD:
+            self._told.append(f"{rule}: {told}")
+
+
+def _counted_lines(result: RunResult) -> dict[str, int]:
+    """Bytes of each line that our own allocators count; a lazily made one (penalty tables) is left out."""
+    lines: Counter[str] = Counter()
+    for entry in result.snapshot.entries:
+        if entry.how is How.COUNTED and entry.line is not LineKind.TABLES:
+            lines[entry.line.value] += entry.physical_bytes
+    return dict(lines)
+
+
+def make_mix(engine: Engine, seed: int) -> Mix:
+    """A mix for this engine's sizes."""
+    from tonnage.engine.sampling.random import child_seed
+
+    limits = engine.plan.limits
+    return Mix(
+        seed=seed,
+        vocab_size=inside.vocab_size(engine),
+        max_seq_len=limits.max_seq_len,
+        max_batch_size=limits.max_batch_size,
+        child_seed=child_seed,
+    )
+
+
+def settings_of(engine: Engine) -> dict[str, Any]:
+    """What the engine runs under, for the report."""
+    limits, knobs = engine.plan.limits, engine.plan.knobs
+    return {
+        "max_seq_len": limits.max_seq_len,
+        "max_batch_size": limits.max_batch_size,
+        "max_num_tokens": limits.max_num_tokens,
+        "kv_tokens": engine.progress().kv_total_tokens,
+        "admission": knobs.admission.value,
+    }

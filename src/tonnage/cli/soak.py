@@ -1,0 +1,119 @@
+"""``tonnage soak``: a long random run that an independent oracle judges."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tonnage.cli import options as opt
+from tonnage.cli.groups import grouped
+from tonnage.cli.rooms import engine_room, stub_room
+from tonnage.errors import InvalidSetting, UserError
+
+if TYPE_CHECKING:
+    from tonnage.bench.soak import SoakReport
+    from tonnage.cli.display import Display
+
+DEFAULT_REQUESTS = 2000
+#: The stub's pool where nothing was asked: small beside its batch, so that requests wait and are suspended.
+STUB_KV_TOKENS, STUB_MAX_SEQ_LEN, STUB_END_PROBABILITY = 8192, 1024, 0.01
+
+
+@grouped
+def soak(
+    *,
+    model: Annotated[opt.Text, opt.argument("[MODEL]")] = None,
+    stub: Annotated[bool, typer.Option("--stub", help="No model: tokens from a hash, all else real.")] = False,
+    requests: Annotated[opt.Text, opt.option("--requests", "N", "Stop asking after N (default 2000).")] = None,
+    minutes: Annotated[opt.Text, opt.option("--minutes", "M", "Stop asking after M minutes.")] = None,
+    seed: Annotated[opt.Text, opt.option("--seed", "N", "Of everything random (default 0).")] = None,
+    memory: opt.Memory = None,
+    pool: opt.PoolOptions,
+    serving: opt.ServingOptions,
+    as_json: opt.AsJson = False,
+) -> int:
+    """Serve a random mix for long, and judge by the log alone.
+
+    Lengths, sampling, priorities, cancellations, failing callbacks, bursts and quiet times are random; --seed repeats
+    them. Exit code 1: a rule was broken.
+
+    MODEL is a folder, smollm2, or a hub id. Example: tonnage soak --stub --requests 20000
+    """
+    if (model is None) != stub:
+        raise UserError(
+            "tonnage soak does not know what to run" if model is None else "tonnage soak was given a model and --stub",
+            need="a model, or --stub",
+            remedy="add --stub" if model is None else "leave --stub out",
+        )
+    settings = opt.engine_settings(model or "stub", memory, pool, serving)
+    number = opt.read_count(seed, "--seed", 0, allow_zero=True)
+    is_over, total = _end(requests, minutes)
+    report = _soaked(settings, is_over, total, seed=number, is_stub=stub)
+
+    from tonnage.bench.report import show_soak, soak_document, text_of
+    from tonnage.report.draw import console_for
+
+    if as_json:
+        print(text_of(soak_document(report, seed=number, command=["tonnage", *sys.argv[1:]])), end="")
+    else:
+        show_soak(report, console_for(sys.stdout))
+    return int(not report.is_good)
+
+
+def _end(requests: opt.Text, minutes: opt.Text) -> tuple[Callable[[int, float], bool], int | None]:
+    """When to stop asking, and how many requests that will be if it is known. Raises ``UserError``."""
+    if requests is not None and minutes is not None:
+        raise UserError("--requests and --minutes both say when to stop", remedy="keep one of them")
+    if minutes is None:
+        most = opt.read_count(requests, "--requests", DEFAULT_REQUESTS)
+        return lambda num_asked, _: num_asked >= most, most
+    try:
+        seconds = 60 * float(minutes)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise InvalidSetting("--minutes", minutes, "not a number above 0", remedy="write a number such as 15 or 0.5")
+    return lambda _, passed: passed >= seconds, None
+
+
+def _soaked(
+    settings: dict[str, Any], is_over: Callable[[int, float], bool], total: int | None, *, seed: int, is_stub: bool
+) -> SoakReport:
+    from tonnage.bench.soak import Soak, make_mix
+    from tonnage.cli.display import make_display
+
+    with closing(make_display(sys.stderr)) as display:
+        display.stage("import")
+        with closing(_engine(settings, display, is_stub=is_stub)) as engine:
+            display.begin(total)
+            return Soak(
+                engine,
+                make_mix(engine, seed),
+                is_over=is_over,
+                has_sampler=not is_stub,
+                on_step=lambda done: display.step(engine.progress(), done=done),
+            ).run()
+
+
+def _engine(settings: dict[str, Any], display: Display, *, is_stub: bool) -> Any:
+    if not is_stub:
+        start, options = engine_room("soak")
+        return start(options(**settings), on_stage=display.stage)
+    knobs, limits = settings["knobs"], settings["limit_knobs"]
+    sizes = {
+        "block_tokens": knobs.block_tokens.value,
+        "admission": knobs.admission.value,
+        "max_batch_size": limits.max_batch_size.value,
+        "max_num_tokens": limits.max_num_tokens.value,
+        "chunk_tokens": settings.get("chunk_tokens"),
+    }
+    return stub_room("soak")(
+        kv_tokens=knobs.kv_tokens.or_else(STUB_KV_TOKENS),
+        max_seq_len=limits.max_seq_len.or_else(STUB_MAX_SEQ_LEN),
+        end_probability=STUB_END_PROBABILITY,
+        **{name: value for name, value in sizes.items() if value is not None},
+    )
