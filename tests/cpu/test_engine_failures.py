@@ -93,7 +93,7 @@ def test_a_failure_before_launch_leaves_every_manager_as_before(monkeypatch, who
     before = state(engine)
     # Nothing may be failed by the step itself, or the managers would give up what those requests hold.
     failed = []
-    monkeypatch.setattr(engine, "_fail_step", lambda scheduled, error: failed.append(error))
+    monkeypatch.setattr(engine, "_fail_step", lambda _, error: failed.append(error))
     broken = Broken(monkeypatch, getattr(engine._runtime.managers, who), hook, error, after=after)
     engine._step()
     if hook == "admit" and broken.left:
@@ -108,7 +108,7 @@ def test_a_failure_before_launch_leaves_every_manager_as_before(monkeypatch, who
 def test_a_failure_in_launch_leaves_every_manager_as_before(monkeypatch):
     engine = engine_with_work()
     before = state(engine)
-    monkeypatch.setattr(engine, "_fail_step", lambda scheduled, error: None)
+    monkeypatch.setattr(engine, "_fail_step", lambda *_: None)
     Broken(monkeypatch, type(engine._runtime), "launch", RuntimeError("kernel fell over"))
     engine._step()
     assert state(engine) == before
@@ -172,7 +172,7 @@ def test_out_of_memory_in_a_step_is_tried_again_smaller_and_told(monkeypatch, wh
     events = []
     engine.observe = events.append
     drained = []
-    monkeypatch.setattr(type(engine._runtime), "drain", lambda self: drained.append(True))
+    monkeypatch.setattr(type(engine._runtime), "drain", lambda _: drained.append(True))
     sizes = []
     real = type(engine._runtime).launch
 

@@ -260,7 +260,8 @@ def test_every_step_keeps_its_bounds_and_every_request_ends(
                 log.ask(f"r{index}", length, max_tokens, priority=priority)
                 accepted[f"r{index}"] = length
             except RequestRefused:
-                assert chunk_tokens == "none" and length > batch + extra_tokens
+                assert chunk_tokens == "none"
+                assert length > batch + extra_tokens
         for when, whom in cancels:
             if when == step:
                 log.engine.cancel(f"r{whom}")

@@ -158,9 +158,8 @@ class Engine:
                 self._serving_ns += time.monotonic_ns() - began
             while self._done:
                 self._completions.append(self._complete(self._done.pop(0)))
-        # An interrupt raised here leaves them for the next call.
-        completions, self._completions = self._completions, []
-        return completions
+        # On one line: an interrupt comes before it and they stay for the next call, or after it and they are told.
+        return (self._completions.copy(), self._completions.clear())[0]  # type: ignore[func-returns-value]
 
     def _step(self) -> None:
         limit = self.plan.limits.max_num_tokens

@@ -117,8 +117,8 @@ class Executor:
             told = found.setdefault(piece.request_id, [])
             for begin, end in _slices(piece.targets.size, self._max_logits_rows):
                 logits = self._logits(hidden[piece.first + begin : piece.first + end])
-                targets = piece.targets[begin:end].tolist()
-                told += self._sampler.prompt_logprobs(logits, targets, [piece.num_top] * len(targets))
+                targets = torch.from_numpy(piece.targets[begin:end])
+                told += self._sampler.prompt_logprobs(logits, targets, num_top=piece.num_top)
         return found
 
 
