@@ -89,6 +89,16 @@ def table_bytes(*, max_batch_size: int, max_seq_len: int, block_tokens: int, ext
     return max_batch_size * width * DTYPE_BYTES["int32"]
 
 
+#: The name by which planner, report and ``disabled_claims`` know the penalty tables.
+PENALTY_TABLES = "penalty tables"
+
+
+def penalty_table_bytes(*, max_batch_size: int, vocab_size: int) -> int:
+    """Bytes of the penalty tables: int32 counts of the output and a bool for the prompt, a row for every running
+    sequence and an entry for every token of the vocabulary."""
+    return max_batch_size * vocab_size * (DTYPE_BYTES["int32"] + DTYPE_BYTES["bool"])
+
+
 def metadata_bytes_per_block() -> int:
     """Bytes of bookkeeping the block pool keeps for one block: its place in the free stack and its reference count."""
     return 2 * DTYPE_BYTES["int32"]

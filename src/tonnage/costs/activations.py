@@ -39,6 +39,10 @@ RESERVED_OVER_ALLOCATED = {
 }
 
 
+#: Logits that the sampler works on at once, by kind of device. A CPU is fastest while its temporaries stay in the
+#: caches and in pages that the heap already has; a card wants enough work for each kernel.
+SAMPLER_TILE_ELEMENTS = {"cuda": 2**22, "host": 2**18}
+
 _FLOAT = DTYPE_BYTES["float32"]
 
 
@@ -67,11 +71,32 @@ def forward_peak(
     return Peak(phase=phase, bytes=phases[phase])
 
 
-def sampler_bytes(config: ModelConfig, *, logits_rows: int, dtype: str | None = None) -> int:
-    """Logits of every row, beside their log-softmax in float32 (and a float32 copy where they are narrower)."""
-    word = DTYPE_BYTES[dtype or config.dtype]
-    copies = _FLOAT if word == _FLOAT else 2 * _FLOAT
-    return logits_rows * config.vocab_size * (word + copies)
+def sampler_bytes(config: ModelConfig, *, logits_rows: int, dtype: str | None = None, device_kind: str = "cuda") -> int:
+    """Logits of every row, beside what the sampler holds while it works on one tile of them."""
+    logits = logits_rows * config.vocab_size * DTYPE_BYTES[dtype or config.dtype]
+    tile_elements = SAMPLER_TILE_ELEMENTS[device_kind]
+    return logits + sampler_scratch_bytes(logits_rows, config.vocab_size, tile_elements=tile_elements)
+
+
+def sampler_scratch_bytes(
+    num_rows: int, vocab_size: int, *, tile_elements: int, greedy_dtype: str | None = None
+) -> int:
+    """Bytes the sampler holds beside ``num_rows`` rows of logits, whatever features the rows ask for.
+
+    It works on as many rows at once as ``tile_elements`` logits have, at least one. Most is held while the limit of
+    top-p is searched for. For each logit: its gap to the best token, float32, twice where only some rows have top-p;
+    its weight, int64; a digit of the gap, int32, and the bin of that digit, int64. For each row: the sums of 2,050
+    bins and the padding of the weights to blocks of 256, int64, and some single numbers.
+
+    ``greedy_dtype``: of the logits, where every row takes the most probable token and asks for nothing else. Then it
+    is their exponentials, float32, beside a float32 copy where the logits are narrower.
+    """
+    tile_rows = min(num_rows, max(1, tile_elements // vocab_size))
+    num_floats, num_longs, row_longs = 3, 2, 2050 + 256
+    if greedy_dtype is not None:
+        num_floats, num_longs, row_longs = 2 if DTYPE_BYTES[greedy_dtype] < _FLOAT else 1, 0, 0
+    long = DTYPE_BYTES["int64"]
+    return tile_rows * (vocab_size * (num_floats * _FLOAT + num_longs * long) + (row_longs + 8) * long)
 
 
 def predicted(num_bytes: int, *, ref: str) -> Quantity:

@@ -1,4 +1,4 @@
-"""The claims of this path: what attention, page tables, step inputs and the pool's bookkeeping will take."""
+"""The claims of this path: what attention, page and penalty tables, step inputs and the pool's books will take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.ranks import rank_shape
 from tonnage.declarations import declare
 from tonnage.errors import InvalidSetting
-from tonnage.layout import DTYPE_BYTES, metadata_bytes_per_block, table_bytes
+from tonnage.layout import DTYPE_BYTES, PENALTY_TABLES, metadata_bytes_per_block, penalty_table_bytes, table_bytes
 from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, PerBlock, Rank, Source
 
 
@@ -36,6 +36,7 @@ def claims_for(
     return (
         *_scratch(config, backend=backend, kv_dtype=element, block_tokens=block_tokens, rank=rank),
         *_tables(limits, block_tokens=block_tokens, device_kind=device_kind),
+        *_sampling_tables(config, limits, rank=rank),
         *_collectives(rank),
     )
 
@@ -109,6 +110,16 @@ def _tables(limits: Limits, *, block_tokens: int, device_kind: str) -> tuple[Cla
         ),
         replace(metadata, applies=on_host, because="" if on_host else "kept in host memory"),
     )
+
+
+def _sampling_tables(config: ModelConfig, limits: Limits, *, rank: Rank) -> tuple[Claim, ...]:
+    if not rank_shape(config, rank).has_head:
+        return ()  # only the last pipeline stage samples
+    size = penalty_table_bytes(max_batch_size=limits.max_batch_size, vocab_size=config.vocab_size)
+    claim = _table_claim(
+        PENALTY_TABLES, Fixed(bytes=size), "token counts, allocated by the first request with penalties"
+    )
+    return (replace(claim, owner="resources.penalties", lifetime=Lifetime.LAZY, maker=Maker.DRIVER, can_disable=True),)
 
 
 def step_input_bytes(limits: Limits) -> int:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from tonnage.config import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS, LimitKnobs, Limits, Origin, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import InvalidSetting
+from tonnage.layout import PENALTY_TABLES
+from tonnage.sampling import MAX_LOGPROBS
 
 #: Defaults on the host device: a probe of 8,192 tokens would take tens of seconds on a CPU.
 HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS = 32, 512
 
 
 def resolve_limits(
-    config: ModelConfig, asked: LimitKnobs, *, device_kind: str = "cuda", fitted_seq_len: int | None = None
+    config: ModelConfig,
+    asked: LimitKnobs,
+    *,
+    device_kind: str = "cuda",
+    fitted_seq_len: int | None = None,
+    disabled_claims: frozenset[str] = frozenset(),
 ) -> tuple[Limits, LimitKnobs]:
     """Limits, and the settings they come from (now with a value each); ``device_kind`` chooses the defaults.
 
@@ -19,6 +26,7 @@ def resolve_limits(
     a smaller ``max_num_tokens`` lowers a batch size left open, and is refused beside one that was asked for.
     A step cannot hold more than ``max_batch_size * max_seq_len`` tokens, so ``max_num_tokens`` left open stops there
     (at the model's length where max_seq_len is fitted, so that fitting it does not change the probes).
+    Requests may have penalties unless their tables are among the ``disabled_claims``.
     Raises ``InvalidSetting`` for limits below 1 or beyond the model's positions.
     """
     for name in ("max_seq_len", "max_batch_size", "max_num_tokens"):
@@ -33,6 +41,8 @@ def resolve_limits(
         max_batch_size=num_rows,
         max_num_tokens=num_tokens,
         max_logits_rows=min(num_rows, num_tokens),
+        max_logprobs=MAX_LOGPROBS,
+        penalties=PENALTY_TABLES not in disabled_claims,
     )
     return limits, settings
 

@@ -45,8 +45,8 @@ def _stages(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtyp
         found.append(_stage(name, shape, allocated, card.kind))
     if not rank_shape(config, rank).has_head:
         return tuple(found)  # only the last pipeline stage samples
-    sampled = sampler_bytes(config, logits_rows=rows, dtype=dtype)
-    allocated = predicted(sampled, ref=f"costs.activations: {rows:,} rows of logits and their log-probabilities")
+    sampled = sampler_bytes(config, logits_rows=rows, dtype=dtype, device_kind=card.kind)
+    allocated = predicted(sampled, ref=f"costs.activations: {rows:,} rows of logits and what sampling takes")
     found.append(_stage("sampler", decode, allocated, card.kind))
     return tuple(found)
 
