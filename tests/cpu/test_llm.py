@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import string
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tiny import byte_tokenizer
 import tonnage
 from tonnage import LLM, SamplingParams
 from tonnage.config import Origin
+from tonnage.engine import EngineOptions
 from tonnage.engine.executor import Executor
 from tonnage.engine.sampling.random import child_seed
 from tonnage.engine.settings import Options, engine_options
@@ -137,6 +139,16 @@ def test_a_stop_string_ends_the_text_over_the_borders_of_tokens(llm, include_sto
     assert sample.token_ids == free.samples[0].token_ids[:end]
 
 
+@pytest.mark.parametrize("min_tokens", [1, 15, 30])
+def test_a_stop_string_waits_for_min_tokens(llm, min_tokens):
+    (free,) = llm.generate("Once", LETTERS)
+    stop = free.text[0]
+    ends = [number for number, letter in enumerate(free.text, 1) if letter == stop and number >= min_tokens]
+    (stopped,) = llm.generate("Once", replace(LETTERS, stop=stop, min_tokens=min_tokens))
+    assert stopped.text == free.text[: ends[0] - 1 if ends else None]
+    assert stopped.samples[0].finish_reason == ("stop" if ends else "length")
+
+
 def test_progress_is_told_after_every_step(llm):
     told = []
     llm.generate(
@@ -223,6 +235,21 @@ def test_an_exception_inside_generate_cancels_what_it_asked_for_and_nothing_else
     pieces += [delta.text for delta in stream]
     assert "".join(pieces) == llm.generate("other", LETTERS)[0].text
     assert_idle(llm)
+
+
+def test_ctrl_c_in_a_step_cancels_what_generate_asked_for(llm, monkeypatch):
+    launch = Executor.launch
+
+    def interrupted(*args, **rest):
+        signal.raise_signal(signal.SIGINT)
+        return launch(*args, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=5))
+    assert_idle(llm)
+    assert llm.generate("a", SamplingParams(max_tokens=5, ignore_eos=True))[0].samples[0].finish_reason == "length"
 
 
 def test_a_sample_that_fails_is_told_in_its_output(llm, failing_steps):
@@ -358,18 +385,22 @@ def test_options_are_texts_or_numbers_and_remember_where_they_are_from():
 
 
 def test_options_left_out_are_not_set():
-    options = engine_options("m", {"memory": None, "max_seq_len": None})
-    assert options == engine_options("m", {})
-    assert options.memory_bytes is None
-    assert not options.limit_knobs.max_seq_len.is_set
-    assert not any(setting.is_set for _, setting in options.knobs.items())
+    options = engine_options("m", dict.fromkeys(Options.__annotations__))
+    assert options == engine_options("m", {}) == EngineOptions(model="m")
+
+
+def test_a_dtype_may_be_one_of_torch():
+    import torch
+
+    options = engine_options("m", {"dtype": torch.bfloat16, "kv_dtype": torch.float32})
+    assert (options.dtype, options.knobs.kv_dtype.value) == ("bfloat16", "float32")
 
 
 def test_every_option_arrives():
     given = {
         "memory": "1GiB", "max_seq_len": 1, "max_batch_size": 2, "max_num_tokens": 3, "kv_tokens": 4, "kv_bytes": 5,
         "total_bytes": 6, "keep_free_bytes": 0, "kv_fraction": "1/2", "kv_dtype": "bf16", "dtype": "fp32",
-        "block_tokens": 8, "disabled_claims": ["penalty tables"], "attention": "other", "admission": "reserve_all",
+        "block_tokens": 8, "disabled_claims": "penalty tables", "attention": "other", "admission": "reserve_all",
         "chunk_tokens": "none", "fence": False,
     }  # fmt: skip
     assert given.keys() == Options.__annotations__.keys()
@@ -394,8 +425,10 @@ def test_every_option_arrives():
         ({"max_seq_len": 1.5}, "max_seq_len = '1.5'"),
         ({"kv_fraction": 1.5}, "kv_fraction = '1.5'"),
         ({"admission": "greedy"}, "admission = 'greedy'.*optimistic"),
+        ({"fence": "no"}, "fence = 'no'"),
         ({"chunk_tokens": "many"}, "chunk_tokens = 'many'"),
         ({"dtype": "int3"}, "dtype = 'int3'"),
+        ({"dtype": "fp8"}, "dtype = .*float32"),
         ({"max_seq_length": 5}, "max_seq_length = 5: no such option.*write max_seq_len"),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
@@ -16,6 +16,11 @@ from tonnage.engine.options import EngineOptions
 from tonnage.errors import InvalidSetting
 from tonnage.resources.admission import ADMISSIONS
 from tonnage.units import parse_bytes, parse_count, parse_fraction
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_ATTENTION = "sdpa"
 
 #: "4GiB", or bytes.
 Size: TypeAlias = str | int | None
@@ -50,14 +55,14 @@ class Options(TypedDict, total=False):
     total_bytes: Size
     keep_free_bytes: Size
     kv_fraction: str | float | Fraction | None
-    kv_dtype: str | None
-    dtype: str | None
+    kv_dtype: str | torch.dtype | None
+    dtype: str | torch.dtype | None
     block_tokens: Count
-    disabled_claims: Iterable[str]
-    attention: str
+    disabled_claims: str | Iterable[str] | None
+    attention: str | None
     admission: str | None
     chunk_tokens: Count
-    fence: bool
+    fence: bool | None
 
 
 def _parse_admission(text: str, *, knob: str) -> str:
@@ -87,19 +92,32 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
         if name not in Options.__annotations__:
             near = difflib.get_close_matches(name, Options.__annotations__, n=1)
             raise InvalidSetting(name, value, "no such option", remedy=f"write {near[0]}" if near else "leave it out")
-    read = functools.partial(_read, options)
     knobs = {name: _setting(options, name, parse) for name, parse in _KNOBS.items()}
     chunk_tokens = options.get("chunk_tokens")
     return EngineOptions(
         model=str(model),
-        memory_bytes=read("memory", parse_bytes),
-        knobs=Knobs(**knobs, disabled_claims=frozenset(options.get("disabled_claims", ()))),
+        memory_bytes=_read(options, "memory", parse_bytes),
+        knobs=Knobs(**knobs, disabled_claims=_names(options.get("disabled_claims"))),
         limit_knobs=LimitKnobs(**{name: _setting(options, name, parse_count) for name in _LIMITS}),
-        dtype=read("dtype", functools.partial(parse_dtype, allowed=WEIGHT_DTYPES)),
-        attention=options.get("attention", "sdpa"),
-        chunk_tokens="none" if chunk_tokens == "none" else read("chunk_tokens", parse_count),
-        fence=options.get("fence", True),
+        dtype=_weights_dtype(_read(options, "dtype", parse_dtype)),
+        attention=options.get("attention") or DEFAULT_ATTENTION,
+        chunk_tokens="none" if chunk_tokens == "none" else _read(options, "chunk_tokens", parse_count),
+        fence=_fence(options.get("fence")),
     )
+
+
+def _weights_dtype(name: str | None) -> str | None:
+    return None if name is None else parse_dtype(name, knob="dtype", allowed=WEIGHT_DTYPES)
+
+
+def _names(value: str | Iterable[str] | None) -> frozenset[str]:
+    return frozenset([value] if isinstance(value, str) else value or ())
+
+
+def _fence(value: object) -> bool:
+    if not isinstance(value, bool | None):
+        raise InvalidSetting("fence", value, "neither True nor False", remedy="write fence=False, or leave it out")
+    return value is not False
 
 
 def _setting(options: Options, name: str, parse: Callable[..., Any]) -> Setting[Any]:
@@ -111,7 +129,7 @@ def _read(options: Options, name: str, parse: Callable[..., Any]) -> Any:
     value = options.get(name)
     if value is None:
         return None
-    if not isinstance(value, str | int | float | Fraction):
+    if not isinstance(value, str | int | float | Fraction) and parse is not parse_dtype:
         raise InvalidSetting(name, value, f"a {type(value).__name__}", remedy="write a number or a text")
     # What was typed as 0.9 is the shortest text of the float, and exact again.
     return parse(str(value) if isinstance(value, float) else value, knob=name)
