@@ -1,4 +1,4 @@
-"""``tonnage run`` on the embedded model, in a process of its own as a user starts it: the demo, and caps too small."""
+"""``tonnage run`` in a process of its own as a user starts it: the demo, caps too small, sampling."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pytest
 
 from tonnage.units import MiB
 
-pytestmark = pytest.mark.model
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +21,7 @@ def tonnage(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.model
 def test_the_demo_finishes_inside_its_plan(tmp_path):
     """All 64 requests finish, many after waiting; what no line explains stays small; nothing passes the cap."""
     kept = tmp_path / "answers.jsonl"
@@ -51,6 +50,7 @@ def test_the_demo_finishes_inside_its_plan(tmp_path):
     assert run["peak_own_bytes"] <= memory
 
 
+@pytest.mark.model
 def test_weights_that_do_not_fit_are_refused_with_a_size_that_works():
     refused = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "300MiB")
     assert refused.returncode == 2
@@ -63,6 +63,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_size_that_works():
     assert worked.returncode == 0, worked.stderr
 
 
+@pytest.mark.model
 def test_a_pool_below_one_sequence_names_the_length_that_fits_and_it_does():
     refused = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "900MiB", "--max-seq-len", "8192")
     assert refused.returncode == 2
@@ -75,6 +76,7 @@ def test_a_pool_below_one_sequence_names_the_length_that_fits_and_it_does():
     assert json.loads(worked.stdout)["plan"]["limits"]["max_seq_len"] == int(length[1])
 
 
+@pytest.mark.model
 def test_a_broken_line_and_a_request_too_long_fail_alone(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text(
@@ -95,3 +97,40 @@ def test_a_broken_line_and_a_request_too_long_fail_alone(tmp_path):
     assert json.loads(done.stdout)["requests"] | {"waited": 0} == {
         "finished": 2, "failed": 3, "cancelled": 0, "waited": 0,
     }  # fmt: skip
+
+
+def test_samples_come_again_with_their_seed_and_tell_their_probabilities(tiny_llama, tmp_path):
+    """The same line alone and beside others: seeds decide, not what else runs."""
+    asked = {"prompt": "hello", "temperature": 1.5, "seed": 11, "n": 3, "logprobs": 2, "prompt_logprobs": 0}
+    alone, beside = tmp_path / "alone.jsonl", tmp_path / "beside.jsonl"
+    alone.write_text(json.dumps(asked) + "\n")
+    beside.write_text(
+        "".join(json.dumps({"prompt": "other " * n, "top_k": n}) + "\n" for n in range(1, 5)) + json.dumps(asked)
+    )
+    found = []
+    for path in (alone, beside):
+        kept = path.with_suffix(".out")
+        done = tonnage("run", str(tiny_llama), "--input", str(path), "--output", str(kept), "--memory", "500MiB",
+                       "--max-tokens", "12", "--ignore-eos", "--no-chat")  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(next(r for r in map(json.loads, kept.read_text().splitlines()) if "samples" in r))
+    once, again = found
+    assert [each["text"] for each in once["samples"]] == [each["text"] for each in again["samples"]]
+    assert len({each["text"] for each in once["samples"]}) == 3
+    assert len(once["prompt_logprobs"]) == once["num_prompt_tokens"] - 1
+    for sample in once["samples"]:
+        assert sample["finish_reason"] == "length"
+        assert len(sample["logprobs"]) == 12
+        for at in sample["logprobs"]:
+            first, second = (other["logprob"] for other in at["top"])
+            assert 0 >= first >= second
+            assert at["logprob"] <= first
+
+
+def test_a_stop_string_ends_the_text_before_it(tiny_llama):
+    flags = ("--memory", "500MiB", "--no-chat", "--ignore-eos", "--max-tokens", "40", "--json", "--seed", "2")
+    whole = json.loads(tonnage("run", str(tiny_llama), "--prompt", "hello", *flags).stdout)["results"][0]["text"]
+    stop = whole[len(whole) // 2]
+    (cut,) = json.loads(tonnage("run", str(tiny_llama), "--prompt", "hello", *flags, "--stop", stop).stdout)["results"]
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)

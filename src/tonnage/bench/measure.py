@@ -175,31 +175,26 @@ class _Run:
         self._engine.submit(request)
 
     def _interrupt(self) -> None:
-        """The next prompt between, if it is time: all requests decode, and had some steps to themselves."""
-        if self._workload.shape.interrupting is None or self._is_interrupted():
-            return
-        own = [live.sample for live in self._live.values()]
-        if self._quiet_steps < QUIET_STEPS or not own or any(sample.first_token_us is None for sample in own):
+        """The next prompt between, if it is time: the decodes had some steps to themselves."""
+        if self._workload.shape.interrupting is None or self._quiet_steps < QUIET_STEPS:
             return
         number, prompt = next(self._interruptions)
         params = replace(self._params, max_tokens=1, seed=number)
         self._submit(self._checked(f"between-{number}", params, prompt), self._now_us(), is_interrupting=True)
         self._quiet_steps = 0
 
-    def _is_interrupted(self) -> bool:
-        return any(live.sample.is_interrupting for live in self._live.values())
-
     # -- what comes ----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        is_interrupted = self._is_interrupted()
+        is_interrupted = any(live.sample.is_interrupting for live in self._live.values())
+        is_quiet = all(live.sample.first_token_us is not None for live in self._live.values())
         completions = self._engine.step()
         now = self._now_us()
         for live in self._live.values():
             self._note(live, now, is_interrupted=is_interrupted)
         for completion in completions:
             self._end(completion, now)
-        self._quiet_steps += not is_interrupted
+        self._quiet_steps += is_quiet
         self._on_step(len(self._workload.jobs) - self._num_own_left)
 
     @staticmethod

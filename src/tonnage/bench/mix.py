@@ -87,8 +87,8 @@ class Mix:
         self._number += 1
         ask = self._impossible() if self._chance(1 / NUM_PER_BAD) else self._ask()
         for sample in range(ask.params.n):
-            seed = ask.params.seed
-            own = replace(ask.params, n=1, seed=None if seed is None else self.child_seed(seed, sample))
+            assert ask.params.seed is not None
+            own = replace(ask.params, n=1, seed=self.child_seed(ask.params.seed, sample))
             yield replace(ask, id=f"{ask.id}.{sample}", params=own)
 
     def _ask(self) -> Ask:
@@ -133,7 +133,7 @@ class Mix:
     def _params(self, room: int) -> SamplingParams:
         """Each feature now and then, so that most steps mix rows with different ones. ``room``: tokens left."""
         rng, chance = self._rng, self._chance
-        given: dict[str, Any] = {"seed": rng.randrange(2**64) if chance(0.8) else None}
+        given: dict[str, Any] = {"seed": rng.randrange(2**64)}  # one that the engine drew would not come again
         most = min(room, 1 + int(rng.expovariate(1 / rng.choice((4, 40, 40, 160)))))
         if self._are_long:
             given |= {"max_tokens": rng.randint(-(-room // 4), room), "ignore_eos": True}

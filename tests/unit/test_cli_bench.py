@@ -1,0 +1,262 @@
+"""``tonnage bench`` and ``tonnage soak`` as commands: what flags ask for, what is printed and kept, how they end."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+import types
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import Ended, FakeEngine, engine_fixture, tonnage_fixture  # noqa: F401 - fixtures
+from report_samples import make_run
+
+from tonnage.bench.measure import Measurement, Sample
+from tonnage.bench.soak import SoakReport, Verdict
+from tonnage.bench.workloads import Span, Workload
+from tonnage.sampling import SamplingParams
+
+Program = Callable[..., Ended]
+
+
+class Measured:
+    """Stands in for ``measure``: keeps what it was asked, gives a measurement made by hand."""
+
+    def __init__(self) -> None:
+        self.workload: Any = None
+        self.params: Any = None
+        self.num_warmup: Any = None
+        self.error: str | None = None
+
+    def __call__(
+        self, engine: FakeEngine, workload: Workload, *, params: SamplingParams, num_warmup: int, on_step: Any
+    ) -> Measurement:
+        self.workload, self.params, self.num_warmup = workload, params, num_warmup
+        on_step(1)
+        sample = Sample(
+            id="job-0", num_input_tokens=1000, num_output_tokens=250, arrival_us=0, first_token_us=20_000,
+            gaps_us=[4000] * 249, end_us=1_016_000, finish="length", error=self.error,
+        )  # fmt: skip
+        return Measurement(workload=workload, samples=(sample,), elapsed_us=2_000_000, num_suspensions=3)
+
+
+@pytest.fixture(name="measured")
+def measured_fixture(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    made = Measured()
+    monkeypatch.setattr("tonnage.bench.measure.measure", made)
+    return made
+
+
+def test_a_workload_is_measured_and_told(tonnage: Program, engine: FakeEngine, measured: Measured) -> None:
+    ended = tonnage("bench", "m", "--workload", "single", "--memory", "1500MiB", "--admission", "reserve_all")
+    assert ended.code == 0
+    told = " ".join(ended.out.split())
+    assert "workload single, 1 requests, 1,024 tokens in, 256 out, all at once; 2.00 s" in told
+    assert "output tokens 125.0" in told
+    assert "total tokens 625.0" in told
+    assert "time to first token 20.0 ms 20.0 ms 20.0 ms" in told
+    assert "time between tokens 4.0 ms" in told
+    assert "end to end 1,016.0 ms" in told
+    assert "1 finished; 0 waited for memory, 3 suspensions" in told
+    assert "peak 70 GiB of 79.75 GiB planned" in told
+    assert "start-up: load" in ended.err
+    assert engine.closed
+    assert engine.options.memory_bytes == 1500 * 2**20
+    assert engine.options.knobs.admission.value == "reserve_all"
+    assert measured.params == SamplingParams(ignore_eos=True)
+    assert measured.num_warmup == 1
+
+
+def test_flags_change_the_workload_and_how_tokens_are_chosen(
+    tonnage: Program, engine: FakeEngine, measured: Measured
+) -> None:
+    flags = "--requests 7 --input-tokens 100-200 --output-tokens 80 --scale 1/4 --rate 2.5 --seed 9 --warmup 0"
+    assert tonnage("bench", "m", "--workload", "uniform", *flags.split(), "--top-p", "0.9").code == 0
+    drawn = measured.workload
+    assert drawn.shape.num_requests == len(drawn.jobs) == 7
+    assert (drawn.shape.input_tokens, drawn.shape.output_tokens) == (Span(25, 50), Span(20, 20))
+    assert (drawn.rate_per_second, drawn.seed, measured.num_warmup) == (Fraction(5, 2), 9, 0)
+    assert measured.params == SamplingParams(ignore_eos=True, top_p=0.9)
+
+
+def test_what_was_measured_is_kept_and_printed_as_json(
+    tonnage: Program, engine: FakeEngine, measured: Measured, tmp_path: Path
+) -> None:
+    kept = tmp_path / "bench.json"
+    ended = tonnage("bench", "m", "--workload", "single", "--json", "--output", kept)
+    document = json.loads(ended.out)
+    assert document == json.loads(kept.read_text())
+    assert document["schema"] == "tonnage.bench/1"
+    assert len(document["samples"][0]["gaps_us"]) == 249
+    assert document["per_second"]["output_tokens"] == 125.0
+    again = tonnage("bench", "m", "--workload", "single", "--output", kept)
+    assert again.code == 2
+    assert "exists" in again.err
+    assert tonnage("bench", "m", "--workload", "single", "--output", kept, "--force").code == 0
+
+
+def test_a_request_that_failed_is_an_exit_code(tonnage: Program, engine: FakeEngine, measured: Measured) -> None:
+    measured.error = "the step failed"
+    ended = tonnage("bench", "m", "--workload", "single")
+    assert ended.code == 1
+    assert "0 finished, 1 failed" in ended.out
+
+
+class Soaked:
+    """Stands in for ``Soak``: keeps what it was made with, gives a report made by hand."""
+
+    broken = 0
+
+    def __init__(self, engine: Any, mix: Any, *, is_over: Any, has_sampler: bool, on_step: Any) -> None:
+        Soaked.last = self
+        self.engine, self.mix, self.is_over, self.has_sampler = engine, mix, is_over, has_sampler
+        on_step(1)
+
+    def run(self) -> SoakReport:
+        return SoakReport(
+            verdicts=(
+                Verdict(rule="blocks", meaning="no more than there are", num_broken=0),
+                Verdict(rule="order", meaning="nobody is passed", num_broken=self.broken),
+            ),
+            told=("order: b is admitted past a",) * min(self.broken, 1),
+            outcomes={"stop": 4, "refused": 1}, counts={"step": 9, "computed": 70, "suspended": 2}, num_tokens=60,
+            longest_wait_steps=5, most_overtaken=3, seconds=1.5, result=make_run(),
+        )  # fmt: skip
+
+
+Soaked.last = None  # type: ignore[attr-defined]
+
+
+@pytest.fixture(name="soaked")
+def soaked_fixture(monkeypatch: pytest.MonkeyPatch) -> type[Soaked]:
+    monkeypatch.setattr("tonnage.bench.soak.Soak", Soaked)
+    monkeypatch.setattr("tonnage.bench.soak.make_mix", lambda engine, seed: (engine, seed))
+    monkeypatch.setattr(Soaked, "broken", 0)
+    return Soaked
+
+
+@pytest.fixture(name="stub")
+def stub_fixture(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``stub_engine`` was asked for."""
+    asked: dict[str, Any] = {}
+
+    def stub_engine(**sizes: Any) -> FakeEngine:
+        asked.update(sizes)
+        return FakeEngine()
+
+    room = types.ModuleType("tonnage.engine.stub")
+    room.stub_engine = stub_engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, room.__name__, room)
+    return asked
+
+
+def test_a_soak_that_holds(tonnage: Program, engine: FakeEngine, soaked: Any) -> None:
+    ended = tonnage("soak", "m", "--memory", "1500MiB", "--seed", "7", "--requests", "50")
+    assert ended.code == 0
+    told = " ".join(ended.out.split())
+    assert "requests 5: 1 refused, 4 stop" in told
+    assert "9 with 70 rows in 1.5 s, 60 tokens generated" in told
+    assert "2 suspensions; the longest wait was 5 steps, the oldest in the queue was passed 3 times at most" in told
+    assert "blocks holds no more than there are" in told
+    assert told.endswith("The engine holds.")
+    assert engine.closed
+    assert soaked.last.mix == (engine, 7)
+    assert soaked.last.has_sampler
+    assert [soaked.last.is_over(asked, 1e9) for asked in (49, 50)] == [False, True]
+
+
+def test_a_soak_that_does_not_hold(tonnage: Program, engine: FakeEngine, soaked: Any) -> None:
+    soaked.broken = 12
+    ended = tonnage("soak", "m")
+    assert ended.code == 1
+    told = " ".join(ended.out.split())
+    assert "order broken 12 times" in told
+    assert "order: b is admitted past a" in told
+    assert told.endswith("The engine does not hold.")
+
+
+def test_a_soak_as_json(tonnage: Program, engine: FakeEngine, soaked: Any) -> None:
+    document = json.loads(tonnage("soak", "m", "--json", "--seed", "3").out)
+    assert (document["schema"], document["seed"], document["is_good"]) == ("tonnage.soak/1", 3, True)
+    assert document["rules"]["order"] == {"meaning": "nobody is passed", "broken": 0}
+    assert document["outcomes"] == {"stop": 4, "refused": 1}
+
+
+def test_minutes_end_a_soak(tonnage: Program, engine: FakeEngine, soaked: Any) -> None:
+    assert tonnage("soak", "m", "--minutes", "1.5").code == 0
+    assert [soaked.last.is_over(10**6, seconds) for seconds in (89.9, 90.0)] == [False, True]
+
+
+def test_the_stub_takes_the_same_flags(tonnage: Program, stub: dict[str, Any], soaked: Any) -> None:
+    flags = "--kv-tokens 4k --max-seq-len 512 --max-batch-size 16 --chunk-tokens none --admission reserve_all"
+    assert tonnage("soak", "--stub", *flags.split()).code == 0
+    assert stub == {
+        "kv_tokens": 4000, "max_seq_len": 512, "max_batch_size": 16, "chunk_tokens": "none",
+        "admission": "reserve_all", "end_probability": 0.01,
+    }  # fmt: skip
+    assert not soaked.last.has_sampler
+
+
+#: command line -> what its paragraph must hold. "|" separates the pieces.
+BAD = {
+    "bench m": "does not know the workload|single, batch32|stalls|To change: add --workload",
+    "bench m --workload batch": "--workload = 'batch': no such workload|batch256",
+    "bench m --workload single --requests 0": "--requests = '0': zero",
+    "bench m --workload single --input-tokens 9-3": "--input-tokens = '9-3': ends before it begins|write 3-9",
+    "bench m --workload single --output-tokens x": "--output-tokens = 'x'",
+    "bench m --workload single --scale 0": "--scale = '0': not above 0|1/8",
+    "bench m --workload single --scale half": "--scale = 'half': not a number",
+    "bench m --workload single --rate -1": "--rate = '-1': not above 0",
+    "bench m --workload single --rate 1/0": "--rate = '1/0': not a number",
+    "bench m --workload single --seed -1": "--seed = '-1': negative",
+    "bench m --workload single --warmup some": "--warmup = 'some'",
+    "bench m --workload single --temperature -1": "--temperature = '-1': out of range",
+    "bench m --workload single --output no/x.json": "there is no folder no",
+    "soak": "does not know what to run|a model, or --stub",
+    "soak m --stub": "a model and --stub|leave --stub out",
+    "soak m --requests 5 --minutes 1": "--requests and --minutes both say when to stop|keep one",
+    "soak m --requests 0": "--requests = '0': zero",
+    "soak m --minutes soon": "--minutes = 'soon': not a number above 0",
+    "soak m --minutes 0": "--minutes = '0'",
+    "soak m --minutes inf": "--minutes = 'inf'",
+    "soak m --minutes nan": "--minutes = 'nan'",
+    "soak m --seed x": "--seed = 'x'",
+    "soak m --memory lots": "--memory = 'lots'",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_flags_are_told_before_anything_starts(
+    tonnage: Program, engine: FakeEngine, soaked: Any, measured: Measured, command: str
+) -> None:
+    ended = tonnage(*command.split())
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.count("\n") == 1
+    for piece in BAD[command].split("|"):
+        assert piece in ended.err
+    assert engine.options is None
+
+
+@pytest.mark.parametrize("command", ["bench m --workload single", "soak m", "soak --stub"])
+def test_the_engine_extra_may_be_missing(tonnage: Program, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    real = builtins.__import__
+
+    def no_torch(name: str, *args: Any, **how: Any) -> Any:
+        if name in ("tonnage.engine", "tonnage.engine.stub"):
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        return real(name, *args, **how)
+
+    monkeypatch.setattr(builtins, "__import__", no_torch)
+    ended = tonnage(*command.split())
+    assert ended.code == 2
+    assert f"tonnage {command.split()[0]} needs the engine's libraries" in ended.err
+    assert "pip install 'tonnage[engine]'" in ended.err
+
+
+def test_a_percentage_is_a_scale(tonnage: Program, engine: FakeEngine, measured: Measured) -> None:
+    tonnage("bench", "m", "--workload", "single", "--scale", "25%")
+    assert measured.workload.shape.input_tokens == Span(256, 256)
