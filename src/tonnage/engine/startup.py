@@ -32,6 +32,7 @@ from tonnage.engine.target import Target
 from tonnage.engine.text import Text
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
 from tonnage.errors import DoesNotFit
+from tonnage.layout import penalty_table_bytes
 from tonnage.terms import LineKind, Measured, MemoryKind, worst_bytes
 from tonnage.units import MiB, format_bytes, round_up
 from tonnage.workspace import ScratchArena
@@ -127,7 +128,9 @@ class _Startup:
         limits, layout = self.target.probe_limits(), self.target.kv
         num_blocks = trial_blocks(limits, block_tokens=self.target.block_tokens)
         scratch_bytes = worst_bytes(self.target.scratch(), limits, self.site.chip)
-        growth = num_blocks * layout.slab_bytes + scratch_bytes + self.target.step_bytes(limits)
+        growth = (
+            num_blocks * layout.slab_bytes + scratch_bytes + self.target.step_bytes(limits) + self.table_bytes(limits)
+        )
         self.require_room(growth, limits)
         with deferred_interrupts():
             self.pool_arena.commit(num_blocks * layout.slab_bytes)
@@ -213,6 +216,12 @@ class _Startup:
         part = layout.groups[0].parts[0]
         self.pool = typed_view(as_tensor(self.pool_arena), 0, (num_slabs, *part.shape), part.dtype)
         self.backend = make_backend(self.target.options.attention, self.pool)
+
+    def table_bytes(self, limits: Limits) -> int:
+        """Penalty tables, which the probes use and give back."""
+        if not limits.penalties:
+            return 0
+        return penalty_table_bytes(max_batch_size=limits.max_batch_size, vocab_size=self.target.config.vocab_size)
 
     def make_executor(self, limits: Limits) -> None:
         """Scratch and executor for ``limits``."""
