@@ -299,8 +299,10 @@ def test_what_goes_wrong_in_closing_is_told(own, monkeypatch):
         async with own:
             monkeypatch.setattr(Engine, "close", failing)
 
+    before = threads()
     with pytest.raises(RuntimeError, match="still in use"):
         asyncio.run(main())
+    assert threads() == before
 
 
 # -- life --------------------------------------------------------------------------------------------------------

@@ -56,8 +56,11 @@ class AsyncLLM:
         """Cancel everything, give the memory back and end the thread; idempotent. Whoever still waits is told."""
         if self._worker is not None:
             self._worker.close()
-            await asyncio.wrap_future(self._worker.ended)
-            self._worker.thread.join()  # it has nothing left to do
+            try:
+                await asyncio.wrap_future(self._worker.ended)
+            finally:
+                if self._worker.ended.done():
+                    self._worker.thread.join()  # it has nothing left to do
 
     async def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> list[Output]:
         """As ``LLM.generate``."""
