@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.costs.activations import forward_peak, predicted, reserved_for, sampler_bytes
+from tonnage.costs.activations import forward_peak, predicted, reserved_for, sampler_bytes, sampler_scratch_bytes
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.context import collective_bytes, context_bytes, graph_bytes, library_bytes
 from tonnage.costs.models import find_config
@@ -62,9 +62,20 @@ def test_only_the_last_pipeline_stage_has_logits():
     assert graph_bytes(SMOLLM2, rank=first, **graphs).bytes < graph_bytes(SMOLLM2, rank=last, **graphs).bytes
 
 
-def test_the_sampler_holds_logits_and_log_probabilities():
-    assert sampler_bytes(SMOLLM2, logits_rows=256) == 256 * 49_152 * 8
-    assert sampler_bytes(LLAMA_8B, logits_rows=256) == 256 * 128_256 * 10
+def test_the_sampler_holds_all_logits_and_works_on_a_tile_of_them():
+    """By hand: 28 bytes for each logit of a tile and 2,314 longs for each of its rows; 4,194,304 logits are 85 rows of
+    SmolLM2's vocabulary and 32 of Llama's, 262,144 are 5 and 2. tests/cpu compares with what is really held."""
+    assert sampler_bytes(SMOLLM2, logits_rows=256) == 256 * 49_152 * 4 + 85 * (49_152 * 28 + 18_512)
+    assert sampler_bytes(LLAMA_8B, logits_rows=256) == 256 * 128_256 * 2 + 32 * (128_256 * 28 + 18_512)
+    assert sampler_bytes(SMOLLM2, logits_rows=32, device_kind="host") == 32 * 49_152 * 4 + 5 * (49_152 * 28 + 18_512)
+    assert sampler_bytes(LLAMA_8B, logits_rows=1, device_kind="host") == 128_256 * 2 + 128_256 * 28 + 18_512
+
+
+def test_greedy_rows_need_exponentials_and_a_copy_where_logits_are_narrow():
+    shape = {"num_rows": 4, "vocab_size": 1000, "tile_elements": 2000}
+    assert sampler_scratch_bytes(**shape, greedy_dtype="float32") == 2 * (1000 * 4 + 64)
+    assert sampler_scratch_bytes(**shape, greedy_dtype="bfloat16") == 2 * (1000 * 8 + 64)
+    assert sampler_scratch_bytes(4, 1000, tile_elements=1) == 1000 * 28 + 18_512
 
 
 def in_order(quantity: Quantity) -> bool:

@@ -17,17 +17,12 @@ from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import bytes_per_token
 from tonnage.errors import DoesNotFit, InvalidSetting, UnsupportedModel
 from tonnage.hardware import CARDS, find_card, generic_card, host_card
-from tonnage.layout import metadata_bytes_per_block, table_bytes
-from tonnage.planner import claims_for, find_config, plan_without_device, resolve_limits
-from tonnage.planner.claims import step_input_bytes
+from tonnage.planner import find_config, plan_without_device, resolve_limits
 from tonnage.planner.limits import HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS
 from tonnage.terms import (
-    Fixed,
     LineKind,
     MemoryPlan,
-    PerBlock,
     Rank,
-    Source,
 )
 from tonnage.units import GiB, MiB, parse_bytes
 
@@ -192,7 +187,6 @@ def test_limits_refused(asked, said):
         {"state_dtype": "bfloat16"},
         {"scratch": "lend"},
         {"attended_tokens": 1},
-        {"admission": "optimistic"},
         {"graphs": "auto"},
     ],
 )
@@ -215,6 +209,7 @@ def test_knobs_of_a_later_release(asked):
         {"block_tokens": 0},
         {"kv_dtype": "int3"},
         {"kv_bytes": True},
+        {"admission": "sometimes"},
     ],
 )
 def test_knobs_out_of_range(asked):
@@ -235,11 +230,6 @@ def test_unpriced_models_are_refused():
         plan_without_device(
             ModelConfig.from_dict({**dict(LLAMA_8B.raw), "num_local_experts": 8}), card=generic_card(80 * GiB)
         )
-
-
-def test_claims_that_cannot_be_switched_off():
-    with pytest.raises(InvalidSetting, match="disabled_claims"):
-        plan_without_device(SMOLLM2, card=host_card(2 * GiB), knobs=Knobs(disabled_claims=frozenset({"page table"})))
 
 
 def test_a_fingerprint_changes_with_what_matters_and_nothing_else():
@@ -271,30 +261,8 @@ def test_pipeline_stages_without_a_head_do_not_sample():
     )
     stages = [{child.name for child in made.line(LineKind.TRANSIENT).children} for made in (first, last)]
     assert stages == [{"prefill", "decode"}, {"prefill", "decode", "sampler"}]
-
-
-def test_tables_on_the_host_are_what_the_formulas_of_the_layout_say():
-    """Managers claim by the same names and formulas; a plan takes each name once."""
-    made, _ = resolve_limits(SMOLLM2, limits(max_seq_len=100), device_kind="host")
-    tables = {
-        claim.name: claim.cost
-        for claim in claims_for(SMOLLM2, made, block_tokens=8, device_kind="host")
-        if claim.line == LineKind.TABLES and claim.applies
-    }
-    table = table_bytes(max_batch_size=HOST_MAX_BATCH_SIZE, max_seq_len=100, block_tokens=8)
-    assert tables == {
-        "page table": Fixed(bytes=table),
-        "block metadata": PerBlock(bytes_per_block=metadata_bytes_per_block()),
-    }
-
-
-def test_claims_of_this_path():
-    made, _ = resolve_limits(SMOLLM2, limits(max_seq_len=100, max_batch_size=4, max_num_tokens=64))
-    found = {claim.name: claim for claim in claims_for(SMOLLM2, made, device_kind="cuda")}
-    assert found["page table"].cost == Fixed(bytes=4 * 7 * 4)
-    assert found["step inputs"].cost == Fixed(bytes=step_input_bytes(made)) == Fixed(bytes=8 * (3 * 64 + 3 * 5))
-    assert not found["block metadata"].applies
-    assert [claim.source for claim in found.values() if claim.line == LineKind.SCRATCH] == [Source.DECLARED]
+    tables = [{child.name for child in made.line(LineKind.TABLES).children} for made in (first, last)]
+    assert tables[1] - tables[0] == {"penalty tables"}
 
 
 def tried(remedy: str, config: ModelConfig, memory: int, asked: Knobs, shape: LimitKnobs) -> MemoryPlan:

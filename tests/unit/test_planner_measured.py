@@ -125,7 +125,7 @@ class TestMeasured:
     def test_a_refusal_with_a_claim_said_twice_still_finds_remedies(self):
         """The search changes the limits, and with them the listed claims; the others stay as they were said."""
         asked = replace(self.LIMITS, max_seq_len=Setting.flag(512, "512", "--max-seq-len"))
-        kwargs = {"card": self.CARD, "measured": self.measured(device_bytes=870 * MiB), "limit_knobs": asked}
+        kwargs = {"card": self.CARD, "measured": self.measured(device_bytes=874 * MiB), "limit_knobs": asked}
         with pytest.raises(DoesNotFit, match="lower max_seq_len to"):
             plan_measured(SMOLLM2, extra_claims=self.manager_claims(), **kwargs)
 
