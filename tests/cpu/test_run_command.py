@@ -100,23 +100,27 @@ def test_a_broken_line_and_a_request_too_long_fail_alone(tmp_path):
 
 
 def test_samples_come_again_with_their_seed_and_tell_their_probabilities(tiny_llama, tmp_path):
-    """The same line alone and beside others: seeds decide, not what else runs."""
-    asked = {"prompt": "hello", "temperature": 1.5, "seed": 11, "n": 3, "logprobs": 2, "prompt_logprobs": 0}
-    alone, beside = tmp_path / "alone.jsonl", tmp_path / "beside.jsonl"
-    alone.write_text(json.dumps(asked) + "\n")
-    beside.write_text(
-        "".join(json.dumps({"prompt": "other " * n, "top_k": n}) + "\n" for n in range(1, 5)) + json.dumps(asked)
-    )
-    found = []
-    for path in (alone, beside):
-        kept = path.with_suffix(".out")
+    """The same line alone and beside others: seeds decide, not what else runs. And cut where a stop string says so."""
+
+    def served(*lines):
+        path, kept = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         done = tonnage("run", str(tiny_llama), "--input", str(path), "--output", str(kept), "--memory", "500MiB",
-                       "--max-tokens", "12", "--ignore-eos", "--no-chat")  # fmt: skip
+                       "--max-tokens", "12", "--ignore-eos", "--no-chat", "--temperature", "2", "--force")  # fmt: skip
         assert done.returncode == 0, done.stderr
-        found.append(next(r for r in map(json.loads, kept.read_text().splitlines()) if "samples" in r))
-    once, again = found
-    assert [each["text"] for each in once["samples"]] == [each["text"] for each in again["samples"]]
-    assert len({each["text"] for each in once["samples"]}) == 3
+        return {record["id"]: record for record in map(json.loads, kept.read_text().splitlines())}
+
+    line = {"id": "a", "prompt": "hello", "seed": 11}
+    asked = {**line, "n": 3, "logprobs": 2, "prompt_logprobs": 0}
+    once = served(asked)["a"]
+    texts = [sample["text"] for sample in once["samples"]]
+    stop = texts[0][len(texts[0]) // 2]
+    others = [{"prompt": "other " * n, "top_k": n} for n in range(1, 5)]
+    found = served(*others, asked, {**line, "id": "cut", "stop": stop})
+    assert texts == [sample["text"] for sample in found["a"]["samples"]]
+    assert len(set(texts)) == 3
+    assert found["cut"]["text"] == texts[0][: texts[0].index(stop)]
+    assert (found["cut"]["finish_reason"], found["cut"]["stop_reason"]) == ("stop", stop)
     assert len(once["prompt_logprobs"]) == once["num_prompt_tokens"] - 1
     for sample in once["samples"]:
         assert sample["finish_reason"] == "length"
@@ -125,12 +129,3 @@ def test_samples_come_again_with_their_seed_and_tell_their_probabilities(tiny_ll
             first, second = (other["logprob"] for other in at["top"])
             assert 0 >= first >= second
             assert at["logprob"] <= first
-
-
-def test_a_stop_string_ends_the_text_before_it(tiny_llama):
-    flags = ("--memory", "500MiB", "--no-chat", "--ignore-eos", "--max-tokens", "40", "--json", "--seed", "2")
-    whole = json.loads(tonnage("run", str(tiny_llama), "--prompt", "hello", *flags).stdout)["results"][0]["text"]
-    stop = whole[len(whole) // 2]
-    (cut,) = json.loads(tonnage("run", str(tiny_llama), "--prompt", "hello", *flags, "--stop", stop).stdout)["results"]
-    assert cut["text"] == whole[: whole.index(stop)]
-    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)

@@ -198,13 +198,15 @@ def show_bench(measured: Measurement, result: RunResult, console: Console) -> No
 def _what_ran(measured: Measurement, result: RunResult) -> Text:
     from rich.text import Text
 
+    from tonnage.report.draw import plural
+
     plan, shape = result.plan, measured.workload.shape
     text = Text.assemble((plan.model_name, "bold"), " on ", (plan.device_name, "bold"))
-    text.append(f": workload {measured.workload.name}, {shape.num_requests:,} requests, ")
+    text.append(f": workload {measured.workload.name}, {plural(shape.num_requests, 'request')}, ")
     text.append(f"{shape.input_tokens} tokens in, {shape.output_tokens} out")
     if shape.interrupting is not None:
         count = sum(sample.is_interrupting for sample in measured.samples)
-        text.append(f", interrupted by {count:,} prompts of {shape.interrupting}")
+        text.append(f", interrupted by {plural(count, 'prompt')} of {shape.interrupting}")
     rate = measured.workload.rate_per_second
     text.append(", all at once" if rate is None else f", {float(rate):g} arrivals a second")
     text.append(f"; {measured.elapsed_us / 10**6:.2f} s")
@@ -236,7 +238,7 @@ def _latencies(found: Figures) -> Table:
 def _memory(measured: Measurement, result: RunResult) -> Text:
     from rich.text import Text
 
-    from tonnage.report.draw import maybe_bytes
+    from tonnage.report.draw import maybe_bytes, plural
     from tonnage.units import format_bytes
 
     samples = measured.requests
@@ -244,7 +246,7 @@ def _memory(measured: Measurement, result: RunResult) -> Text:
     if measured.num_failed:
         text.append(f", {measured.num_failed:,} failed", "bold red")
     text.append(f"; {sum(sample.waited for sample in samples):,} waited for memory, ")
-    text.append(f"{measured.num_suspensions:,} suspensions")
+    text.append(plural(measured.num_suspensions, "suspension"))
     text.append("\nmemory    ", "dim")
     text.append(f"peak {maybe_bytes(result.peak_own_bytes)} of {format_bytes(planned_own_bytes(result))} planned, ")
     text.append(f"KV for {result.plan.kv.tokens:,} tokens")
