@@ -294,7 +294,7 @@ def test_the_table_says_what_ran_and_how_it_went():
     measured = timed.measure(workload("stalls", output_tokens=Span(60, 60), scale=Fraction(1, 2)))
     show_bench(measured, timed.engine.result(), console_for(out))
     told = " ".join(out.getvalue().split())
-    assert "stub on host: workload stalls, 8 requests, 16 tokens in, 30 out, interrupted by 1 prompts of 1,000" in told
+    assert "stub on host: workload stalls, 8 requests, 16 tokens in, 30 out, interrupted by 1 prompt of 1,000" in told
     assert "output tokens 8,000.0" in told  # 8 rows in each step of a millisecond
     assert "time between tokens, uninterrupted 1.0 ms 1.0 ms 1.0 ms" in told
     assert "8 finished; 0 waited for memory, 0 suspensions" in told

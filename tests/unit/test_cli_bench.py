@@ -55,7 +55,7 @@ def test_a_workload_is_measured_and_told(tonnage: Program, engine: FakeEngine, m
     ended = tonnage("bench", "m", "--workload", "single", "--memory", "1500MiB", "--admission", "reserve_all")
     assert ended.code == 0
     told = " ".join(ended.out.split())
-    assert "workload single, 1 requests, 1,024 tokens in, 256 out, all at once; 2.00 s" in told
+    assert "workload single, 1 request, 1,024 tokens in, 256 out, all at once; 2.00 s" in told
     assert "output tokens 125.0" in told
     assert "total tokens 625.0" in told
     assert "time to first token 20.0 ms 20.0 ms 20.0 ms" in told

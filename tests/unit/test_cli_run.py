@@ -278,14 +278,24 @@ def test_plain_lines_come_now_and_then() -> None:
     )
 
 
-def test_the_bar_draws() -> None:
+@pytest.mark.parametrize("total", [64, None])
+def test_the_bar_draws(total: int | None) -> None:
     out = io.StringIO()
     display = Bar(out)
     display.stage("load")
-    display.begin(64)
+    display.begin(total)
     display.step(Progress(), done=5)  # type: ignore[arg-type]
     display.close()
     display.close()
+
+
+def test_where_nobody_knows_how_many_will_come_there_is_no_total() -> None:
+    now, out = [0.0], io.StringIO()
+    display = PlainLines(out, clock=lambda: now[0])
+    display.begin(None)
+    now[0] = 6.0
+    display.step(Progress(), done=5)  # type: ignore[arg-type]
+    assert out.getvalue().startswith("5 requests done, 1 running")
 
 
 def test_results_never_replace_their_input(tonnage: Program, engine: FakeEngine, tmp_path: Path) -> None:

@@ -280,6 +280,8 @@ def show_soak(report: SoakReport, console: Console) -> None:
 def _what_soaked(report: SoakReport) -> Text:
     from rich.text import Text
 
+    from tonnage.report.draw import plural
+
     ends = ", ".join(f"{count:,} {name}" for name, count in sorted(report.outcomes.items()))
     counts = report.counts
     text = Text.assemble(("requests  ", "dim"), f"{sum(report.outcomes.values()):,}: {ends or 'none'}")
@@ -287,8 +289,7 @@ def _what_soaked(report: SoakReport) -> Text:
     text.append(f"{counts.get('step', 0):,} with {counts.get('computed', 0):,} rows in {report.seconds:.1f} s, ")
     text.append(f"{report.num_tokens:,} tokens generated")
     text.append("\nwaiting   ", "dim")
-    text.append(
-        f"{counts.get('suspended', 0):,} suspensions; the longest wait was {report.longest_wait_steps:,} steps, "
-    )
+    text.append(f"{plural(counts.get('suspended', 0), 'suspension')}; ")
+    text.append(f"the longest wait was {plural(report.longest_wait_steps, 'step')}, ")
     text.append(f"the oldest in the queue was passed {report.most_overtaken:,} times at most")
     return text
