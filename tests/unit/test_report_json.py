@@ -107,7 +107,8 @@ def test_a_token_that_costs_no_whole_number_of_bytes_is_told_as_a_fraction() -> 
 
 def test_the_run_file_holds_what_readers_look_for() -> None:
     document = run_document(make_run())
-    assert document["requests"] == {"finished": 62, "failed": 1, "cancelled": 1, "waited": 40}
+    assert document["requests"] == {"finished": 62, "failed": 1, "cancelled": 1, "waited": 40, "suspensions": 7}
+    assert document["retried_steps"] == ["penalties: 4,096 bytes"] * 2
     assert document["tokens"] == {"prompt": 12_345, "generated": 4_096, "per_second": "41.4"}
     assert {"entries", "own", "unattributed", "foreign", "free", "own_source"} <= document["ledger"].keys()
     assert document["plan"] == plan_document(make_plan())

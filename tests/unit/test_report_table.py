@@ -110,7 +110,8 @@ def test_ranks_and_origins_are_told() -> None:
 def test_a_run_says_what_was_served_and_what_it_held() -> None:
     text = drawn(show_run, make_run(), with_plan=False)
     assert "llama-3.1-8b on 80GiB: 80 GiB, KV for 480,000 tokens" in text
-    assert "62 finished, 1 failed, 1 cancelled; 40 had to wait for memory" in text
+    assert "62 finished, 1 failed, 1 cancelled; 40 had to wait for memory, 7 suspensions" in text
+    assert "2 steps ran out of memory and had to be tried again smaller: penalties: 4,096 bytes" in text
     assert "4,096 generated from 12,345 of prompt in 98.7 s, 41.4 a second" in text
     rows = {row.split("  ")[0].strip(): " ".join(row.split()) for row in text.splitlines()}
     assert rows["transient"] == "transient 912 MiB 410 MiB 930 MiB over by 18 MiB sampled"
