@@ -51,10 +51,10 @@ def test_a_shared_block_is_free_after_its_last_reference():
     assert pool.num_used == 0
 
 
-@pytest.mark.parametrize("ids", [[1], [0, 1], [0, 0], [4], [-1], [0, 99]])
+@pytest.mark.parametrize("ids", [[1], [0, 1], [0, 0], [4], [-1], [-4], [0, 99]])
 @pytest.mark.parametrize("call", ["free", "share"])
 def test_misuse_is_refused_and_changes_nothing(call, ids):
-    """Block 0 is held; 1 is free, 4 and -1 are foreign, [0, 0] is twice in one call."""
+    """Block 0 is held; 1 is free, 4, -1 and -4 are foreign, [0, 0] is twice in one call."""
     pool = BlockPool(4)
     pool.allocate(1)
     before = snapshot(pool)

@@ -14,7 +14,7 @@ import pytest
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
 from tonnage.layout import metadata_bytes_per_block, table_bytes
-from tonnage.resources.admission import ReserveAll
+from tonnage.resources.admission import Optimistic, ReserveAll
 from tonnage.resources.base import Deferral, Grant, ProbeRequest
 from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.kv import KVManager
@@ -202,15 +202,30 @@ def test_a_step_that_lacks_blocks_is_told_before_and_vetoed_if_it_comes_all_the_
         run(kv, step((name, 0, 6)))
     # Both grow into a third block; none is free.
     assert kv.short_of(("a",), np.array([8])) == 0
+    assert kv.short_of(("a", "b"), np.array([1, 9])) == 1  # what a holds beyond that helps nobody
     assert kv.short_of(("a", "b"), np.array([9, 8])) == 1
     assert kv.short_of(("a", "b"), np.array([9, 9])) == 2
     before = (kv.table.tolist(), kv.watermarks("a"))
-    with pytest.raises(Veto, match="kv: the step needs 2 blocks and 0 are free"):
-        kv.prepare(step(("a", 6, 3), ("b", 6, 3)), Txn())
+    with pytest.raises(Veto, match="kv: the step needs 1 blocks and 0 are free"):
+        kv.prepare(step(("a", 6, 3), ("b", 6, 2)), Txn())
     assert (kv.table.tolist(), kv.watermarks("a")) == before
     kv.free("b")
     run(kv, step(("a", 6, 3)))
     assert (kv.block_ids("a").size, kv.pool.num_free) == (3, 1)
+
+
+def test_expectations_that_rise_leave_nothing_and_never_less():
+    policy = Optimistic()
+    for _ in range(99):
+        policy.finished(1)
+    kv = manager(admission=policy)
+    for name in "ab":
+        assert kv.admit(request(name, 6, 15), Txn()) == Grant(units=2)
+    assert kv.available() == 4
+    for _ in range(4):
+        policy.suspended()
+    assert (kv.stats()["reserved"], kv.available()) == (10, 0)
+    assert kv.admit(request("c", 1, 1), Txn()) == Deferral(manager="kv", need=1, have=0)
 
 
 def test_only_admitted_requests_can_be_short():

@@ -116,6 +116,18 @@ def test_a_window_needs_one_block_more_until_it_has_turned_over(cached, allocate
     assert found == remaining
 
 
+def test_a_window_that_ends_in_the_last_block_never_turns_over():
+    shape = {"prompt_tokens": 100, "new_tokens": 60, "block_tokens": 32}
+    assert remaining_blocks(**shape, window_tokens=129) == remaining_blocks(**shape, window_tokens=160) == 5
+    assert remaining_blocks(**shape, window_tokens=128) == 5  # four, and one for the turn
+
+
+@pytest.mark.parametrize("fields", [{"allocated_blocks": 1}, {"window_tokens": 1000}])
+def test_reuse_counts_before_the_first_block_and_without_windows_only(fields):
+    shape = {"prompt_tokens": 100, "new_tokens": 60, "block_tokens": 32} | fields
+    assert remaining_blocks(**shape, reusable_blocks=2) == remaining_blocks(**shape)
+
+
 def test_the_request_budget_counts_drafts_and_extras():
     shape = {"prompt_tokens": 100, "new_tokens": 60, "block_tokens": 32}
     assert [whole_life_blocks(**shape, extra_tokens=extra) for extra in (0, 1, 32, 33)] == [5, 6, 6, 7]
@@ -199,6 +211,15 @@ NO_EVICT_VECTORS = [
         4,
         ["a"],
         id="an adapter that runs costs no more pages",
+    ),
+    pytest.param(
+        [],
+        [candidate("a", 1, adapter="x", adapter_pages=4), candidate("b", 1, adapter="x", adapter_pages=4)],
+        [9],
+        9,
+        4,
+        ["a", "b"],
+        id="nor does one that was just admitted",
     ),
     pytest.param(
         [],

@@ -184,7 +184,7 @@ class KVManager:
         num_blocks = self._blocks(ends)
         self._check_step(plan, rows, num_blocks)
         held = self._live.held[rows]
-        grown = np.maximum(num_blocks - held, 0)
+        grown = num_blocks - held
         num_new = int(grown.sum())
         if num_new > self.pool.num_free:
             raise Veto(self.name, f"the step needs {num_new} blocks and {self.pool.num_free} are free")
@@ -253,10 +253,12 @@ class KVManager:
 
     def _num_expected(self) -> int:
         """Blocks that the live sequences are expected to take beyond those they hold."""
-        return int(np.maximum(self._expected(self._live) - self._live.held, 0).sum())
+        return int((self._expected(self._live) - self._live.held).sum())
 
     def _expected(self, sequences: Sequences) -> Ints:
         """Blocks that each sequence holds in the end, as the policy expects; 0 for a row without one.
+
+        Never less than it holds: a policy expects at least one token more than there is.
 
         A token is drawn by each step that reaches past the prompt, so a sequence scheduled up to s has generated
         s + 1 - prompt by then; one that came back and computes its output again knew more than that.

@@ -45,7 +45,7 @@ def remaining_blocks(
     total = ceil_div(min(end, window), block_tokens)
     reused = min(reusable_blocks, shared) if allocated_blocks == 0 and window_tokens is None else 0
     last = ceil_div(end, block_tokens)
-    cyclic = int(end > window and last > ceil_div(cached_tokens, block_tokens) and last > total)
+    cyclic = int(last > total and last > ceil_div(cached_tokens, block_tokens))
     if allocated_blocks < shared - reused:
         return shared - reused - allocated_blocks + (total - shared + cyclic) * num_beams
     return (total - reused - allocated_blocks + cyclic) * num_beams
@@ -199,7 +199,7 @@ def max_utilization_pass(
             scheduled.append(active[at].id)
             at += 1
             continue
-        end = next((i for i in range(end - 1, at - 1, -1) if active[i].started), at)
+        end = next((i for i in range(end - 1, at, -1) if active[i].started), at)
         if not active[end].started:
             break
         references.subtract(active[end].blocks)
