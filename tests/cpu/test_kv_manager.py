@@ -88,7 +88,7 @@ def test_a_life_uses_exactly_its_reservation():
         remaining.append(kv.remaining(wanted))
     assert remaining == sorted(remaining, reverse=True)
     assert remaining[-1] == 0
-    with pytest.raises(ResourceError, match="past its 4 blocks"):
+    with pytest.raises(ResourceError, match="in a life of 4 blocks"):
         kv.prepare(step(("a", 16, 1)), Txn())
 
 
