@@ -259,8 +259,9 @@ class Engine:
         return [(request, delta)] if request.on_delta is not None else []
 
     def _tell(self, request: Request, delta: Delta) -> None:
-        if request.on_delta is None or request.finish is Finish.CANCELLED:
-            return  # cancelled by another's callback in this very step
+        """Also to one that another's callback has cancelled meanwhile: the token is part of its text."""
+        if request.on_delta is None:
+            return
         try:
             request.on_delta(delta)
         except Exception as error:  # noqa: BLE001 - a caller's callback must not take the other requests down
