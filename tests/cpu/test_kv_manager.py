@@ -164,6 +164,19 @@ def test_a_prepared_step_can_be_taken_back():
     run(kv, step(("a", 3, 3), ("b", 0, 6)))
 
 
+def test_a_step_whose_update_fails_elsewhere_can_still_be_taken_back():
+    """Another manager raises after this one was updated; whoever drives them rolls the step back."""
+    kv, txn = manager(), Txn()
+    kv.admit(request("a", 6, 8), Txn())
+    run(kv, step(("a", 0, 3)))
+    before = (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a"))
+    plan = step(("a", 3, 3))
+    kv.prepare(plan, txn)
+    kv.update(plan, None)
+    txn.rollback()
+    assert (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a")) == before
+
+
 def test_a_sequence_freed_before_the_rollback_stays_freed():
     kv = manager()
     kv.admit(request("a", 6, 8), Txn())

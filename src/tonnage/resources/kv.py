@@ -193,8 +193,8 @@ class KVManager:
             self._live.held[rows] = held + grown
             self._high_water = max(self._high_water, self.pool.num_used)
         self._live.scheduled[rows] = ends
-        self._in_flight[plan] = _Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
-        txn.undo(partial(self._unprepare, plan))
+        prepared = self._in_flight[plan] = _Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
+        txn.undo(partial(self._unprepare, plan, prepared))
 
     def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:  # noqa: ARG002 - no drafts to take back yet
         """The step's tokens are computed. Sequences freed since it was prepared are skipped."""
@@ -306,18 +306,18 @@ class KVManager:
     def _still_here(self, prepared: _Prepared) -> Flags:
         return self._live.epoch[prepared.rows] == prepared.epochs
 
-    def _unprepare(self, plan: StepPlan) -> None:
+    def _unprepare(self, plan: StepPlan, prepared: _Prepared) -> None:
         """Blocks and watermarks as before; what was freed in the meantime has given its blocks back already."""
-        prepared = self._in_flight.pop(plan, None)
-        if prepared is None:
-            return
+        self._in_flight.pop(plan, None)
         here = self._still_here(prepared)
         rows, held = prepared.rows[here], prepared.held[here]
         taken = _entries(rows, held, self._live.held[rows] - held)
         # One call, in the order they were taken, puts the free stack back as it was.
         self.pool.free(self._table[taken])
         self._table[taken] = 0
-        self._live.held[rows], self._live.scheduled[rows] = held, plan.starts[here]
+        starts = plan.starts[here]
+        self._live.held[rows], self._live.scheduled[rows] = held, starts
+        self._live.computed[rows] = np.minimum(self._live.computed[rows], starts)
 
 
 def _entries(rows: Ints, first: Ints, counts: Ints) -> tuple[Ints, Ints]:
