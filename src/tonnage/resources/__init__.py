@@ -1,1 +1,1 @@
-"""Countable things a request needs to run: KV blocks, sequence slots, and the dispatcher that asks for all of them."""
+"""Countable things a request needs to run: KV blocks, slots, penalty rows; who is admitted; the dispatcher of all."""

@@ -4,8 +4,8 @@ Pure functions over whole numbers. ``blocks`` are KV blocks of ``block_tokens`` 
 ``tokens`` are of one sequence. "Native" marks what the reference computes in its C++ runtime, "Python" what its
 PyTorch executor computes; the two disagree where stated, and are both kept.
 
-Our own policies reserve from ``admission``. This file serves comparisons with the reference, and a step that is tried
-again smaller: ``fit_token_budget``.
+Our own engine admits by ``admission`` and counts a step's tokens exactly before it starts. Nothing here schedules it:
+the file serves the reference's vectors, and comparisons with it.
 """
 
 from __future__ import annotations
