@@ -13,15 +13,9 @@ if TYPE_CHECKING:
 _NOT_HELD = ("capacity", "high_water", "num_bytes")
 
 
-def vocab_size(engine: Engine) -> int:
-    """Token ids lie in [0, vocab_size)."""
-    return engine._runtime.vocab_size
-
-
 def held(engine: Engine) -> dict[str, int]:
     """Every manager's counts of what is taken and what is left; equal at any two moments when nothing runs."""
-    stats = engine._runtime.managers.dispatcher.stats()
-    return {name: count for name, count in stats.items() if name.split(".")[-1] not in _NOT_HELD}
+    return {name: count for name, count in engine.stats().items() if name.split(".")[-1] not in _NOT_HELD}
 
 
 def oracle_limits(engine: Engine) -> Limits:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from tonnage.bench.inside import vocab_size
 from tonnage.bench.workloads import QUIET_STEPS, Workload
 from tonnage.errors import InputError, RequestRefused
 from tonnage.sampling import SamplingParams
@@ -107,7 +106,7 @@ class _Run:
         self._live: dict[str, _Live] = {}
         self._samples: list[Sample] = []
         self._num_own_left = len(workload.jobs)
-        self._interruptions = enumerate(workload.interruptions(vocab_size(engine)))
+        self._interruptions = enumerate(workload.interruptions(engine.vocab_size))
         self._quiet_steps = 0
         # Made before the clock starts: drawing and checking prompts is not serving them.
         self._requests = [self._request(number) for number in range(len(workload.jobs))]
@@ -149,7 +148,7 @@ class _Run:
     def _request(self, number: int, *, name: str = "job") -> Request:
         job = self._workload.jobs[number]
         params = replace(self._params, max_tokens=job.num_output_tokens, seed=self._workload.seed + number)
-        prompt = self._workload.prompt(number, vocab_size(self._engine))
+        prompt = self._workload.prompt(number, self._engine.vocab_size)
         return self._checked(f"{name}-{number}", params, prompt)
 
     def _checked(self, name: str, params: SamplingParams, prompt: list[int]) -> Request:

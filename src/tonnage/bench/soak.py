@@ -264,7 +264,7 @@ def make_mix(engine: Engine, seed: int) -> Mix:
     limits = engine.plan.limits
     return Mix(
         seed=seed,
-        vocab_size=inside.vocab_size(engine),
+        vocab_size=engine.vocab_size,
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
         child_seed=child_seed,

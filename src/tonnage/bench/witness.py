@@ -45,8 +45,7 @@ class Heard:
 class Witness:
     """``check`` every completion. ``broken`` counts violations by rule; ``told`` describes the first few.
 
-    ``has_sampler``: tokens come from a model through the sampler, which gives alternatives and holds stop ids back; a
-    stub does neither.
+    ``has_sampler``: tokens come from a model through the sampler, which gives alternatives; a stub has none.
     """
 
     MAX_TOLD = 5
@@ -80,9 +79,7 @@ class Witness:
             is_whole = generated == params.max_tokens
             if generated > params.max_tokens or (completion.finish_reason == "length" and not is_whole):
                 self._break("lengths", f"{ask.id} has {generated} of {params.max_tokens} tokens")
-        is_at_id = isinstance(completion.stop_reason, int)
-        is_too_early = generated < params.min_tokens and (self._has_sampler or not is_at_id)
-        if completion.finish_reason == "stop" and is_too_early:
+        if completion.finish_reason == "stop" and generated < params.min_tokens:
             self._break("lengths", f"{ask.id} stops after {generated} tokens, min_tokens is {params.min_tokens}")
         if completion.num_prompt_tokens != len(ask.token_ids):
             self._break("lengths", f"{ask.id} had {len(ask.token_ids)} prompt tokens")

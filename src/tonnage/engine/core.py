@@ -355,6 +355,15 @@ class Engine:
                 )
             )
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie in [0, vocab_size)."""
+        return self._runtime.vocab_size
+
+    def stats(self) -> dict[str, int]:
+        """Every manager's counts, under ``MANAGER.COUNT``."""
+        return self._runtime.managers.dispatcher.stats()
+
     def progress(self) -> Progress:
         kv = self._runtime.managers.kv
         return Progress(

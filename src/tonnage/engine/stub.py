@@ -22,7 +22,8 @@ from tonnage.engine.inputs import StepInputs
 from tonnage.engine.managers import Managers
 from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Outcome, TokenLogprobs
-from tonnage.engine.sampling.random import uniform
+from tonnage.engine.sampling.random import Words, uniform
+from tonnage.engine.sampling.rows import Edits
 from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.text import Message, Text
 from tonnage.hardware import host_card
@@ -107,7 +108,7 @@ class _StubRuntime:
         inputs = StepInputs.of(scheduled, batch, self.managers)
         plan = scheduled.plan
         slots, positions = scheduled.slots[plan.samples], plan.ends[plan.samples]
-        tokens = self._tokens(batch, slots, positions)
+        tokens = self._tokens(batch.seed[slots], positions, inputs.sampling.edits)
         ids = plan.request_ids if plan.samples.all() else np.array(plan.request_ids, np.object_)[plan.samples].tolist()
         return Outcome(
             request_ids=ids,
@@ -120,17 +121,20 @@ class _StubRuntime:
             },
         )
 
-    def _tokens(self, batch: Batch, slots: Ints, positions: Ints) -> list[int]:
-        seeds = batch.seed[slots] ^ np.uint64(self.seed)
-        drawn: list[int] = (1 + (uniform(seeds, positions) * (_VOCAB_SIZE - 1)).astype(np.int64)).tolist()
+    def _tokens(self, seeds: Words, positions: Ints, edits: Edits | None) -> list[int]:
+        seeds = seeds ^ np.uint64(self.seed)
+        drawn = 1 + (uniform(seeds, positions) * (_VOCAB_SIZE - 1)).astype(np.int64)
         if self.end_probability:
-            ends = uniform(seeds ^ np.uint64(_ENDS), positions) < self.end_probability
-            for row in np.flatnonzero(ends).tolist():
-                request = batch.requests[int(slots[row])]
-                assert request is not None
-                if request.num_generated_tokens >= request.params.min_tokens:
-                    drawn[row] = _STOP_ID
-        return drawn
+            drawn[uniform(seeds ^ np.uint64(_ENDS), positions) < self.end_probability] = _STOP_ID
+        found: list[int] = drawn.tolist()
+        if edits is not None:
+            # Stops that come too early: what a real sampler gives no probability.
+            masked = edits.values == -np.inf
+            banned = set(zip(edits.rows[masked].tolist(), edits.tokens[masked].tolist(), strict=True))
+            for row in {row for row, _ in banned}:
+                while (row, found[row]) in banned:
+                    found[row] = (found[row] + 1) % _VOCAB_SIZE
+        return found
 
     def settle(self, phase: str) -> None:
         """There is no device to look at."""
