@@ -8,15 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tonnage.buffers import BufferManager, Stream
 from tonnage.config import Limits
+from tonnage.device.host import HostDriver
 from tonnage.errors import ResourceError
+from tonnage.ledger import Ledger
 from tonnage.resources.admission import ADMISSIONS
 from tonnage.resources.base import Deferral, Grant, ProbeRequest, ResourceManager
 from tonnage.resources.block_pool import BlockPool
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
+from tonnage.resources.penalties import PenaltyTables
 from tonnage.resources.slots import SlotManager
+from tonnage.sampling import SamplingParams
 from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.units import MiB
 
 LIMITS = Limits(max_seq_len=32, max_batch_size=4, max_num_tokens=64, max_logits_rows=4)
 
@@ -44,7 +50,14 @@ def _kv_state(kv: KVManager) -> object:
     return kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.stats()["sequences"]
 
 
+def _penalties() -> tuple[ResourceManager, ...]:
+    slots = SlotManager(4)
+    buffers = BufferManager(Stream(HostDriver(4 * MiB)), ledger=Ledger(0, 4 * MiB), owner="penalties")
+    return slots, PenaltyTables(slots, vocab_size=50, num_slots=4, buffers=buffers)
+
+
 MANAGERS = {
+    "penalties": Row(_penalties, lambda penalties: {**penalties.stats(), "num_bytes": None}),
     "slots": Row(lambda: (SlotManager(4),), lambda slots: dict(slots.stats())),
     **{f"kv, {policy}": Row(lambda policy=policy: (_kv(None, policy),), _kv_state) for policy in ADMISSIONS},
     **{
@@ -82,7 +95,9 @@ class Bench:
 
 
 def _request(name: str, *, prompt: int = 6, new: int = 3) -> ProbeRequest:
-    return ProbeRequest(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new)
+    """With a penalty, so that it needs something of every manager."""
+    params = SamplingParams(presence_penalty=1.0)
+    return ProbeRequest(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new, params=params)
 
 
 def _prefill(requests: list[ProbeRequest]) -> StepPlan:
