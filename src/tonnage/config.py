@@ -134,3 +134,8 @@ class Limits:
     prefix_caching: bool = False
     chunked_prefill: bool = True
     penalties: bool = False
+
+    @property
+    def extra_tokens(self) -> int:
+        """KV entries beyond a sequence's end: drafts that may be rejected, and steps ahead of what is known."""
+        return self.max_draft_tokens + self.lookahead_steps

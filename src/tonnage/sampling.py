@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tonnage.errors import InvalidSetting
@@ -15,6 +15,10 @@ MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 #: Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY].
 MAX_PRIORITY = 1_000_000
+
+_GAMMA, _MIX_1, _MIX_2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64 - 1
+#: Keeps the seeds of samples out of the stream that the parent's own draws come from.
+_CHILDREN = 0x6368696C6472656E
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
@@ -92,6 +96,17 @@ class SamplingParams:
         """Whether the request needs the penalty tables."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    def samples(self) -> list[SamplingParams]:
+        """The engine takes one sample a request: the same parameters ``n`` times, each with a seed of its own.
+
+        Log-probabilities of the prompt are the same for all, and the first alone asks for them.
+        """
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else child_seed(self.seed, index) for index in range(self.n)]
+        first, *others = (replace(self, n=1, seed=seed) for seed in seeds)
+        return [first, *(replace(other, prompt_logprobs=None) for other in others)]
+
     def _check_numbers(self) -> None:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1)
@@ -125,6 +140,22 @@ class SamplingParams:
                 raise InvalidSetting("stop", text, "not a string of at least one character", remedy="leave it out")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of sample ``index``, from 0, of a request with ``seed``; sample 0 is the request itself.
+
+    Seeds count modulo 2**64. A child is a word of the SplitMix64 stream of the parent's seed, as draws are
+    (``engine.sampling.random``), under another key.
+    """
+    return seed & _MASK if index == 0 else _splitmix64(_splitmix64((seed ^ _CHILDREN) & _MASK, 0), index)
+
+
+def _splitmix64(state: int, index: int) -> int:
+    word = (state + (index + 1) * _GAMMA) & _MASK
+    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+    return word ^ (word >> 31)
 
 
 def _as_tuple(name: str, value: object) -> tuple[object, ...]:

@@ -18,9 +18,9 @@ from tonnage import LLM, SamplingParams
 from tonnage.config import Origin
 from tonnage.engine import EngineOptions
 from tonnage.engine.executor import Executor
-from tonnage.engine.sampling.random import child_seed
 from tonnage.engine.settings import Options, engine_options
 from tonnage.errors import InputError, InvalidSetting, RequestRefused, TonnageError, UserError
+from tonnage.sampling import child_seed
 from tonnage.units import GiB, MiB
 
 OPTIONS = {"memory": "320MiB", "max_seq_len": 128, "max_batch_size": 8, "max_num_tokens": 64, "fence": False}

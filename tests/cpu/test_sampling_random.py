@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.engine.sampling.random import child_seed, splitmix64, uniform
+from tonnage.engine.sampling.random import splitmix64, uniform
+from tonnage.sampling import child_seed
 
 #: No test here is decided by chance: the seeds are fixed, and a wrong generator lies far beyond this.
 SIGNIFICANCE = 1e-4

@@ -293,7 +293,7 @@ def test_bad_values_are_bad(values):
 
 
 def test_the_mix_has_everything_in_it():
-    mix = Mix(seed=1, vocab_size=300, max_seq_len=256, max_batch_size=16, child_seed=lambda seed, n: (seed + n) % 2**64)
+    mix = Mix(seed=1, vocab_size=300, max_seq_len=256, max_batch_size=16)
     asks = [ask for _ in range(150) for ask in mix.burst()]
     default = SamplingParams()
     for name in SamplingParams.__dataclass_fields__:

@@ -179,9 +179,6 @@ def engine_fixture(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     room = types.ModuleType("tonnage.engine")
     room.start, room.EngineOptions = start, types.SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tonnage.engine", room)
-    seeds = types.ModuleType("tonnage.engine.sampling.random")
-    seeds.child_seed = lambda seed, index: 1000 * seed + index  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, seeds.__name__, seeds)
     return made
 
 

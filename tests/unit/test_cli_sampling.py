@@ -25,7 +25,7 @@ from cli_fakes import (  # noqa: F401 - fixtures
 from tonnage.cli.asks import from_lines
 from tonnage.cli.sampling import SamplingOptions
 from tonnage.config import Origin
-from tonnage.sampling import SamplingParams
+from tonnage.sampling import SamplingParams, child_seed
 
 Program = Callable[..., Ended]
 
@@ -176,7 +176,7 @@ def test_samples_are_requests_of_their_own_and_one_line(
     assert "text" not in first
     params = [asked["params"] for asked in engine.asked]
     assert [each.n for each in params] == [1] * 5
-    assert [each.seed for each in params] == [7000, 7001, 7002, None, None]
+    assert [each.seed for each in params] == [child_seed(7, index) for index in range(3)] + [None, None]
     assert len({asked["id"] for asked in engine.asked}) == 5
     assert "2 finished, 0 failed, 0 cancelled; 1 had to wait" in ended.out
     assert "[a, sample 1]\nyou said wait\n" in ended.out

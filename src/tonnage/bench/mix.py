@@ -50,16 +50,12 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Mix:
-    """Requests for an engine of these sizes; the same ``seed`` gives the same ones.
-
-    ``child_seed`` gives samples of one prompt their seeds (``engine.sampling.random.child_seed``).
-    """
+    """Requests for an engine of these sizes; the same ``seed`` gives the same ones."""
 
     seed: int
     vocab_size: int
     max_seq_len: int
     max_batch_size: int
-    child_seed: Callable[[int, int], int]
     _rng: random.Random = field(init=False)
     _number: int = 0
     _are_long: bool = False
@@ -86,9 +82,7 @@ class Mix:
         """One request, or one for each of several samples."""
         self._number += 1
         ask = self._impossible() if self._chance(1 / NUM_PER_BAD) else self._ask()
-        for sample in range(ask.params.n):
-            assert ask.params.seed is not None
-            own = replace(ask.params, n=1, seed=self.child_seed(ask.params.seed, sample))
+        for sample, own in enumerate(ask.params.samples()):
             yield replace(ask, id=f"{ask.id}.{sample}", params=own)
 
     def _ask(self) -> Ask:

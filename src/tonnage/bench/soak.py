@@ -259,15 +259,12 @@ def _counted_lines(result: RunResult) -> dict[str, int]:
 
 def make_mix(engine: Engine, seed: int) -> Mix:
     """A mix for this engine's sizes."""
-    from tonnage.engine.sampling.random import child_seed
-
     limits = engine.plan.limits
     return Mix(
         seed=seed,
         vocab_size=engine.vocab_size,
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
-        child_seed=child_seed,
     )
 
 

@@ -62,7 +62,7 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
     price = PoolPrice.of(inputs.layout, charged, page_bytes=inputs.page_bytes)
     page_losses = _page_losses(charged, inputs.page_bytes)
     budget = _budget(inputs, fixed=charged.fixed_bytes + sum(page_losses.values()))
-    sequence_blocks = blocks_per_sequence(limits.max_seq_len, price.block_tokens)
+    sequence_blocks = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
     if budget.rest < 0:
         refuse_beside_pool(inputs.model_name, budget, charged, price, sequence_blocks, limits=limits)
     caps, num_blocks = _caps(budget, price, knobs=knobs, limits=limits, sequence_blocks=sequence_blocks)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tonnage.engine import Completion, Engine
     from tonnage.engine.request import OnDelta
     from tonnage.report import RunResult
-    from tonnage.sampling import SamplingParams
 
 #: Completions kept to be shown at the end, where the requests came from a file.
 NUM_SHOWN = 3
@@ -153,7 +152,7 @@ class Serving:
         try:
             for request in [
                 self._engine.request(name, params, prompt=prompt, messages=messages, on_delta=on_delta)
-                for name, params in zip(names, one_by_one(ask.params), strict=True)
+                for name, params in zip(names, ask.params.samples(), strict=True)
             ]:
                 self._engine.submit(request)
         except UserError as refused:
@@ -212,22 +211,6 @@ class Serving:
         self.tally.cancelled += len({id(pending) for pending, _ in self._open.values()})
         never_submitted = self._asks.total - self.tally.done - self.tally.cancelled
         self.tally.cancelled += never_submitted
-
-
-def one_by_one(params: SamplingParams) -> list[SamplingParams]:
-    """The engine takes one sample a request: the same parameters ``n`` times, each with a seed of its own.
-
-    Log-probabilities of the prompt are the same for all and asked for once.
-    """
-    if params.n == 1:
-        return [params]
-    seeds: list[int | None] = [None] * params.n
-    if params.seed is not None:
-        from tonnage.engine.sampling.random import child_seed
-
-        seeds = [child_seed(params.seed, number) for number in range(params.n)]
-    first, *others = (replace(params, n=1, seed=seed) for seed in seeds)
-    return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
 
 def _why(completions: list[Completion]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -12,7 +12,6 @@ from tonnage.engine.core import Engine
 from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.outcome import TokenLogprobs
 from tonnage.engine.request import Completion, Finish, OnDelta, Request
-from tonnage.engine.sampling.random import child_seed
 from tonnage.errors import InputError, InvalidSetting, TonnageError, UserError
 from tonnage.sampling import SamplingParams
 
@@ -260,7 +259,7 @@ class Desk:
                     self.engine.cancel(request.id)
 
     def _check(self, ask: Ask, id: str, on_delta: OnDelta | None) -> _Pending:
-        params = _sample_params(ask.params)
+        params = ask.params.samples()
         ids = [id] if len(params) == 1 else [f"{id}.{sample}" for sample in range(len(params))]
         try:
             requests = [
@@ -283,15 +282,6 @@ class Desk:
         self._calls.pop(call.name, None)
         if call.on_done is not None:
             call.on_done(call)
-
-
-def _sample_params(params: SamplingParams) -> list[SamplingParams]:
-    """One for each of ``params.n`` samples: a seed of its own, and log-probabilities of the prompt only once."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else child_seed(params.seed, sample) for sample in range(params.n)]
-    first, *others = [replace(params, n=1, seed=seed) for seed in seeds]
-    return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
 
 def _at(where: str, refused: UserError) -> UserError:

@@ -44,7 +44,7 @@ class Managers:
             block_tokens=block_tokens,
             max_seq_len=limits.max_seq_len,
             max_batch_size=limits.max_batch_size,
-            extra_tokens=limits.max_draft_tokens + limits.lookahead_steps,
+            extra_tokens=limits.extra_tokens,
             admission=policy,
             slots=slots,
         )

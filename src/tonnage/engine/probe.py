@@ -42,6 +42,7 @@ def trial_blocks(limits: Limits, *, block_tokens: int) -> int:
         block_tokens=block_tokens,
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
+        extra_tokens=limits.extra_tokens,
     )
     return max(sum(kv.lifetime_need(request) for request in _named_by(kv, stage, limits)) for stage in STAGES)
 

@@ -94,7 +94,12 @@ def _scratch(config: ModelConfig, *, backend: str, kv_dtype: str, block_tokens: 
 
 
 def _tables(limits: Limits, *, block_tokens: int, device_kind: str) -> tuple[Claim, ...]:
-    table = table_bytes(max_batch_size=limits.max_batch_size, max_seq_len=limits.max_seq_len, block_tokens=block_tokens)
+    table = table_bytes(
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        block_tokens=block_tokens,
+        extra_tokens=limits.extra_tokens,
+    )
     on_host = device_kind == "host"
     metadata = _table_claim(
         "block metadata", PerBlock(bytes_per_block=metadata_bytes_per_block()), "free stack and reference counts"

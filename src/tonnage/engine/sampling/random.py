@@ -18,9 +18,6 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_MASK = 2**64 - 1
-#: Keeps the seeds of samples out of the stream that the parent's own draws come from.
-_CHILDREN = 0x6368696C6472656E
 
 
 def splitmix64(states: Words, indices: Words) -> Words:
@@ -36,14 +33,3 @@ def uniform(seeds: Words, positions: Ints) -> npt.NDArray[np.float64]:
     states = splitmix64(seeds, np.zeros_like(seeds))
     words = splitmix64(states, positions.astype(np.uint64))
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def child_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index``, from 0, of a request with ``seed``; sample 0 is the request itself.
-
-    Negative seeds count modulo 2**64, as in ``uniform``.
-    """
-    if index == 0:
-        return seed & _MASK
-    states = np.array([(seed ^ _CHILDREN) & _MASK], np.uint64)
-    return int(splitmix64(splitmix64(states, np.zeros_like(states)), np.array([index], np.uint64))[0])
