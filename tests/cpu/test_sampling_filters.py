@@ -172,7 +172,7 @@ def gap_rows(draw: st.DrawFn, most_tokens: int = 5000) -> np.ndarray:
 def test_the_kth_nearest_is_the_one_that_sorting_finds(gaps, shares):
     size = gaps.shape[1]
     k = np.array([1 + int(share * (size - 1)) for share in shares])[: len(gaps), None]
-    found = nearest(torch.from_numpy(gaps), None, torch.from_numpy(k)).numpy()
+    found = nearest(torch.from_numpy(gaps), torch.ones(gaps.shape, dtype=torch.int64), torch.from_numpy(k)).numpy()
     np.testing.assert_array_equal(found, np.take_along_axis(np.sort(gaps), k - 1, 1))
 
 
@@ -221,8 +221,8 @@ def test_filters_keep_what_their_definitions_say(gaps, top_k, top_p, min_p):
 def test_a_row_without_numbers_leaves_its_neighbours_alone():
     gaps = torch.rand(3, 700)
     gaps[0, 0] = gaps[2, 0] = 0
-    expected = nearest(gaps, None, torch.tensor([[5], [5], [9]]))
+    ones, need = torch.ones(3, 700, dtype=torch.int64), torch.tensor([[5], [5], [9]])
+    expected = nearest(gaps, ones, need)
     for bad in (torch.nan, -torch.nan, -torch.inf, -1.0):
         gaps[1] = bad
-        found = nearest(gaps, None, torch.tensor([[5], [5], [9]]))
-        assert torch.equal(found[::2], expected[::2])
+        assert torch.equal(nearest(gaps, ones, need)[::2], expected[::2])

@@ -65,14 +65,14 @@ def weights(gaps: torch.Tensor, limit: torch.Tensor | None) -> torch.Tensor:
     return fixed
 
 
-def nearest(gaps: torch.Tensor, weight: torch.Tensor | None, need: torch.Tensor) -> torch.Tensor:
+def nearest(gaps: torch.Tensor, weight: torch.Tensor, need: torch.Tensor) -> torch.Tensor:
     """The smallest gap, float32 [rows, 1], such that the weight of all tokens up to it is at least ``need`` >= 1.
 
-    ``gaps`` float32 [rows, V]; ``weight`` int64 [rows, >= V], None: 1 each; ``need`` int64 [rows, 1], at most the sum
-    of the weights. From the highest digit to the lowest: sum by digit among the tokens that agree with the digits
-    found so far, on top of those below them, and take the first digit where the running sum reaches ``need``.
+    ``gaps`` float32 and ``weight`` int64, both [rows, V]; ``need`` int64 [rows, 1], at most the sum of the weights.
+    From the highest digit to the lowest: sum by digit among the tokens that agree with the digits found so far, on
+    top of those below them, and take the first digit where the running sum reaches ``need``.
     """
-    keys, weight = gaps.view(torch.int32), gaps.new_ones((), dtype=torch.int64) if weight is None else weight
+    keys = gaps.view(torch.int32)
     found = keys.new_zeros((gaps.shape[0], 1))
     shift = sum(_DIGIT_BITS)
     for bits in _DIGIT_BITS:
@@ -116,8 +116,9 @@ def column(values: Ints | Floats, device: torch.device, dtype: torch.dtype | Non
 def _limit_top_k(limit: torch.Tensor, gaps: torch.Tensor, top_k: Ints) -> None:
     rows = np.flatnonzero(top_k)
     if rows.size:
-        need = column(np.minimum(top_k[rows], gaps.shape[1]), gaps.device)
-        limit.index_copy_(0, index(rows, limit.device), nearest(pick(gaps, rows), None, need))
+        some, need = pick(gaps, rows), column(np.minimum(top_k[rows], gaps.shape[1]), gaps.device)
+        found = nearest(some, torch.ones_like(some, dtype=torch.int64), need)
+        limit.index_copy_(0, index(rows, limit.device), found)
 
 
 def _limit_top_p(limit: torch.Tensor, gaps: torch.Tensor, top_p: Floats, *, is_cut: bool) -> None:
@@ -142,7 +143,7 @@ def _first_enough(
     torch.maximum(keys, below, out=keys)
     torch.minimum(keys, below + num_digits + 1, out=keys)
     bins = keys.sub_(below).to(torch.int64)
-    sums = weight.new_zeros((bins.shape[0], num_digits + 2)).scatter_add_(1, bins, weight.expand_as(bins))
+    sums = weight.new_zeros((bins.shape[0], num_digits + 2)).scatter_add_(1, bins, weight)
     return torch.searchsorted(sums.cumsum_(-1), need, out_int32=True)
 
 
