@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.engine.queue import MAX_OVERTAKEN, WaitingQueue
+from tonnage.engine.queue import MAX_OVERTAKEN, SPARE_ENTRIES, WaitingQueue
 from tonnage.engine.request import Request
 from tonnage.sampling import SamplingParams
 
@@ -64,6 +64,19 @@ def test_undoing_a_turn_restores_the_order_and_the_counts(data):
     assert len(queue) == left + len(turns)
     assert [request.num_overtaken for request in requests] == counts
     assert [turn.request for turn in turns] == drained(queue)[: len(turns)]
+
+
+def test_what_has_left_is_forgotten():
+    """Behind requests that always go first, thousands come and are cancelled: the queue keeps no trace of them."""
+    queue = WaitingQueue()
+    for arrival in range(10):
+        queue.push(waiting(arrival, priority=9))
+    for arrival in range(10, 5000):
+        queue.push(waiting(arrival))
+        queue.remove(f"r{arrival}")
+    assert len(queue) == 10
+    assert len(queue._by_rank) + len(queue._by_age) <= 4 * len(queue) + SPARE_ENTRIES + 2
+    assert [request.arrival for request in drained(queue)] == list(range(10))
 
 
 def test_a_request_that_left_and_came_back_is_there_once():

@@ -124,6 +124,40 @@ def test_larger_priorities_start_first():
     assert log.of_kind(EventKind.ADMITTED) == ["running", "high", "middle", "middle too", "low"]
 
 
+def test_a_waiting_request_goes_before_a_running_prompt_of_lower_priority():
+    log = Log(max_num_tokens=256, kv_tokens=16384, max_seq_len=8192)
+    log.ask("decodes", 10, 200)
+    log.engine.step()
+    log.ask("long", 6000, 4, priority=-5)
+    for _ in range(3):
+        log.engine.step()
+    log.ask("equal", 10, 4, priority=-5)
+    log.ask("urgent", 10, 4, priority=100)
+    before = len(log.steps())
+    log.drain()
+    first = {}
+    for number, rows in enumerate(log.steps()):
+        for name, _, _ in rows:
+            first.setdefault(name, number)
+    assert first["urgent"] == before
+    assert first["equal"] > before + 50
+
+
+def test_running_prompts_are_computed_in_the_order_of_their_priorities():
+    log = Log(max_batch_size=8, max_num_tokens=32)
+    for name, priority in (("low", 0), ("high", 1)):
+        log.ask(name, 200, 4, priority=priority)
+        log.engine.step()
+    log.drain()
+    ended = {
+        name: number
+        for number, rows in enumerate(log.steps())
+        for name, start, count in rows
+        if start < 200 <= start + count
+    }
+    assert ended["high"] < ended["low"]
+
+
 # -- suspension ----------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +214,16 @@ def test_the_lower_priority_is_suspended_first():
     log.ask("high", 16, 120, priority=1)
     log.drain()
     assert log.of_kind(EventKind.SUSPENDED)[0] == "low"
+
+
+def test_a_suspension_makes_the_policy_careful():
+    log = crowded()
+    admission = log.engine._runtime.managers.admission
+    pessimism = []
+    while not log.of_kind(EventKind.SUSPENDED):
+        pessimism.append(admission.pessimism)
+        log.engine.step()
+    assert admission.pessimism > pessimism[-1]
 
 
 def test_reserve_all_never_suspends():

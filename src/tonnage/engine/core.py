@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
+import warnings
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
-from tonnage.engine.events import Event, EventKind, OnEvent
+from tonnage.engine.delivery import completion_of, take, tell_all, tell_end
+from tonnage.engine.events import Event, EventKind, OnEvent, computed_events, event_of
 from tonnage.engine.faults import culprit, release_frames
 from tonnage.engine.interrupts import deferred_interrupts
-from tonnage.engine.outcome import Outcome, TokenLogprobs
+from tonnage.engine.outcome import Outcome
 from tonnage.engine.refusals import refuse_impossible
-from tonnage.engine.request import Completion, Delta, Finish, OnDelta, Progress, Request
+from tonnage.engine.request import Completion, Finish, OnDelta, Progress, Request
 from tonnage.engine.runtime import Runtime
 from tonnage.engine.scheduler import Scheduled, Scheduler
 from tonnage.engine.stops import TextStream
@@ -22,12 +26,25 @@ from tonnage.engine.text import Message, Text
 from tonnage.errors import InputError, RequestRefused, TonnageError
 from tonnage.report import RunResult, StageRecord
 from tonnage.sampling import SamplingParams
-from tonnage.step import Txn
+from tonnage.step import Txn, Veto
 from tonnage.terms import MemoryPlan
 
 DEFAULT_MAX_TOKENS = 128
 #: Time between two looks at the process's memory, which also make the heap give back what it keeps: a few milliseconds.
 SETTLE_EVERY_NS = 500 * 10**6
+#: So many steps after one that ran out of memory are no larger than its second try.
+CAREFUL_STEPS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failed:
+    """A step that may be tried once more, with at most ``retry_tokens``; ``too_long`` are the requests whose rows have
+    more than that, and ``told`` what they end with if they may not be cut."""
+
+    retry_tokens: int
+    is_out_of_memory: bool = False
+    too_long: tuple[str, ...] = ()
+    told: str = ""
 
 
 class Engine:
@@ -57,12 +74,13 @@ class Engine:
         )
         self._may_retry = all(manager.rerunnable for manager in runtime.managers.dispatcher.managers)
         self._ids: set[str] = set()
-        self._done: list[Request] = []
+        self._done: deque[Request] = deque()
         self._completions: list[Completion] = []
         self._counts = dict.fromkeys(Finish, 0)
         self._num_waited = self._prompt_tokens = self._generated_tokens = 0
         self._num_steps = 0
-        self._culprits: list[str] = []
+        self._culprits: Counter[str] = Counter()
+        self._careful_until = self._careful_tokens = 0
         self._serving_ns = 0
         self._settled_ns = time.monotonic_ns()
 
@@ -156,24 +174,30 @@ class Engine:
                 self._step()
             finally:
                 self._serving_ns += time.monotonic_ns() - began
-            while self._done:
-                self._completions.append(self._complete(self._done.pop(0)))
+            self._complete_all()
         # On one line: an interrupt comes before it and they stay for the next call, or after it and they are told.
         return (self._completions.copy(), self._completions.clear())[0]  # type: ignore[func-returns-value]
 
     def _step(self) -> None:
-        limit = self.plan.limits.max_num_tokens
-        failed = self._attempt(limit, may_retry=self._may_retry)
+        failed = self._attempt(self._step_limit(), is_last=False)
         if failed is not None:
             # Out here the exception and its frames are gone, and with them the tensors of the failed step.
-            self._runtime.drain()
-            self._attempt(max(1, failed // 2), may_retry=False)
+            if failed.is_out_of_memory:
+                self._runtime.drain()
+                self._careful_until, self._careful_tokens = self._num_steps + CAREFUL_STEPS, failed.retry_tokens
+            self._attempt(failed.retry_tokens, is_last=True)
+            self._fail_uncut(failed)
         if time.monotonic_ns() - self._settled_ns > SETTLE_EVERY_NS:
             self._runtime.settle("serving")
             self._settled_ns = time.monotonic_ns()
 
-    def _attempt(self, max_tokens: int, *, may_retry: bool) -> int | None:
-        """One transaction. Returns the size in tokens of a step that ran out of memory and may be tried again."""
+    def _step_limit(self) -> int:
+        """Tokens of the next step: fewer for some steps after one that ran out of memory, or each would run twice."""
+        limit = self.plan.limits.max_num_tokens
+        return min(limit, self._careful_tokens) if self._num_steps < self._careful_until else limit
+
+    def _attempt(self, max_tokens: int, *, is_last: bool) -> _Failed | None:
+        """One transaction. Returns what failed if it may be tried again, unless this ``is_last``."""
         txn = Txn()
         scheduled: Scheduled | None = None
         try:
@@ -185,7 +209,7 @@ class Engine:
             outcome = self._runtime.launch(scheduled, self._scheduler.batch)
         except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a manager raises, the loop serves on
             txn.rollback()
-            return self._contain(scheduled, error, max_tokens, may_retry=may_retry)
+            return self._contain(scheduled, error, max_tokens, is_last=is_last)
         except BaseException:
             txn.rollback()
             raise
@@ -196,77 +220,53 @@ class Engine:
             self._fail_step(scheduled, error)
         return None
 
-    def _contain(self, scheduled: Scheduled | None, error: Exception, limit: int, *, may_retry: bool) -> int | None:
+    def _contain(self, scheduled: Scheduled | None, error: Exception, limit: int, *, is_last: bool) -> _Failed | None:
+        """Out of memory is tried again smaller, a veto as it was: nothing was launched. The rest fails its requests."""
         who = culprit(error)
-        if who is None or not may_retry:
+        if isinstance(error, Veto) and not is_last:
+            return _Failed(retry_tokens=limit)
+        if who is None or is_last or not self._may_retry:
             self._fail_step(scheduled, error)
             return None
-        self._culprits.append(who)
+        self._culprits[who] += 1
         release_frames(error)
-        if self.observe is not None:
-            self.observe(Event(kind=EventKind.RETRIED, step=self._num_steps))
-        return scheduled.plan.shape.num_tokens if scheduled is not None else limit
+        self._observe(Event(kind=EventKind.RETRIED, step=self._num_steps))
+        if scheduled is None:
+            return _Failed(retry_tokens=limit, is_out_of_memory=True)
+        plan = scheduled.plan
+        half = max(1, plan.shape.num_tokens // 2)
+        too_long = tuple(item.request_id for item in plan.items if item.count > half)
+        return _Failed(retry_tokens=half, is_out_of_memory=True, too_long=too_long, told=f"the step failed: {error}")
+
+    def _fail_uncut(self, failed: _Failed) -> None:
+        """Prompts that may not be cut and are too long for the smaller step would be tried in full for ever."""
+        if self._runtime.chunking.is_on:
+            return
+        for request_id in failed.too_long:
+            self._fail(request_id, failed.told)
 
     def _commit(self, scheduled: Scheduled, outcome: Outcome) -> None:
         """The step is done: move every request on, then hand tokens out, then let the finished go.
 
-        Callers' code runs only once all requests are consistent, so nothing it does can leave one half moved.
+        Callers' code runs only once all requests are consistent and those that end have left, so nothing that it does
+        or raises can leave one half moved.
         """
         plan = scheduled.plan
         self._runtime.managers.dispatcher.update(plan, outcome)
         self._scheduler.batch.advance(plan, scheduled.slots, np.asarray(outcome.tokens, np.int64))
         if self.observe is not None:
-            self._observe_rows(scheduled)
+            self._observe(*computed_events(plan, step=self._num_steps))
         self._num_steps += 1
         self._generated_tokens += len(outcome.tokens)
-        for request_id, told in outcome.prompt.items():
-            self._scheduler.running[request_id].prompt_logprobs.extend(told)
-        ended, deltas = self._append(outcome)
-        for request, delta in deltas:
-            self._tell(request, delta)
+        ended, deltas = take(outcome, self._scheduler.running)
         for request in ended:
             self._end(request)
-
-    def _append(self, outcome: Outcome) -> tuple[list[Request], list[tuple[Request, Delta]]]:
-        """Each sampling row's token to its request; returns those that ended and what is to be told to listeners."""
-        ended: list[Request] = []
-        deltas: list[tuple[Request, Delta]] = []
-        requests = map(self._scheduler.running.__getitem__, outcome.request_ids)
-        rows = zip(requests, outcome.tokens, outcome.logprobs, outcome.finite, strict=True)
-        for row, (request, token, logprob, is_finite) in enumerate(rows):
-            if not is_finite:
-                request.finish, request.error = Finish.ERROR, "the model's logits are not finite numbers"
-                ended.append(request)
-                continue
-            request.append(token, logprob)
-            if request.params.logprobs:
-                request.top_logprobs.append(outcome.top.get(row, ()))
-            if request.stream is not None:
-                deltas += self._streamed(request, TokenLogprobs(token, logprob, outcome.top.get(row, ())))
+        raised = tell_all(deltas)
+        for request, _ in deltas:
             if request.finish is not None:
-                ended.append(request)
-        return ended, deltas
-
-    def _streamed(self, request: Request, token: TokenLogprobs) -> list[tuple[Request, Delta]]:
-        """Text of a request that streams or looks for stop strings; a stop string ends it here."""
-        assert request.stream is not None
-        text = request.stream.push(token.token, check_stop=request.num_generated_tokens >= request.params.min_tokens)
-        if request.stream.matched is not None:
-            request.finish, request.stop_reason = Finish.STOP, request.stream.matched
-        elif request.finish is not None:
-            text += request.stream.flush()
-        delta = Delta(request_id=request.id, text=text, tokens=(token,), finish_reason=request.finish)
-        return [(request, delta)] if request.on_delta is not None else []
-
-    def _tell(self, request: Request, delta: Delta) -> None:
-        """Also to one that another's callback has cancelled meanwhile: the token is part of its text."""
-        if request.on_delta is None:
-            return
-        try:
-            request.on_delta(delta)
-        except Exception as error:  # noqa: BLE001 - a caller's callback must not take the other requests down
-            request.finish, request.error = Finish.ERROR, f"on_delta raised {type(error).__name__}: {error}"
-            self._end(request)
+                self._end(request)
+        if raised is not None:
+            raise raised
 
     def _end(self, request: Request) -> None:
         """Out of the scheduler, unless it has left already."""
@@ -275,18 +275,33 @@ class Engine:
             self._done.append(request)
 
     def _fail_step(self, scheduled: Scheduled | None, error: Exception) -> None:
-        """The step's requests end with the error; without a plan, whoever was being admitted, or nothing would move."""
+        """The step's requests end with the error. Without a plan whoever was being admitted does, or nothing would
+        move; of a step that was vetoed twice its last row, the newest, and the others are tried without it.
+        """
         told = str(error) if isinstance(error, TonnageError) else f"{type(error).__name__}: {error}"
         if scheduled is not None:
-            failing = list(scheduled.plan.request_ids)
+            failing = list(scheduled.plan.request_ids)[-1 if isinstance(error, Veto) else 0 :]
         else:
             suspect = self._scheduler.admitting or self._scheduler.head()
             failing = [suspect.id] if suspect is not None else []
         for request_id in failing:
-            request = self._scheduler.remove(request_id)
-            if request is not None:
-                request.finish, request.error = Finish.ERROR, f"the step failed: {told}"
-                self._done.append(request)
+            self._fail(request_id, f"the step failed: {told}")
+
+    def _fail(self, request_id: str, told: str) -> None:
+        request = self._scheduler.remove(request_id)
+        if request is not None:
+            request.finish, request.error = Finish.ERROR, told
+            self._done.append(request)
+
+    def _complete_all(self) -> None:
+        """Completions of all that ended. A listener's last word may raise: that too loses no completion."""
+        while self._done:
+            request = self._done[0]
+            raised = tell_end(request)
+            self._completions.append(self._complete(request))
+            self._done.popleft()
+            if raised is not None:
+                raise raised
 
     def _complete(self, request: Request) -> Completion:
         assert request.finish is not None
@@ -296,64 +311,23 @@ class Engine:
         if request.finish in (Finish.STOP, Finish.LENGTH):
             self._runtime.managers.admission.finished(request.num_generated_tokens)
         self._event(EventKind.ENDED, request)
-        return Completion(
-            request_id=request.id,
-            text=self._text(request),
-            token_ids=tuple(request.generated_ids),
-            logprobs=tuple(request.logprobs),
-            top_logprobs=tuple(request.top_logprobs),
-            prompt_logprobs=tuple(request.prompt_logprobs),
-            num_prompt_tokens=request.num_prompt_tokens,
-            finish_reason=request.finish,
-            stop_reason=request.stop_reason,
-            error=request.error,
-            waited=request.waited,
-            num_suspended=request.num_suspended,
-        )
-
-    def _text(self, request: Request) -> str:
-        """What was streamed, to the letter, or the text of all tokens; a listener hears of an end without a token."""
-        if request.stream is None:
-            skip = request.params.skip_special_tokens
-            return self.text.decode(request.generated_ids, skip_special_tokens=skip)
-        rest = request.stream.flush()
-        if request.on_delta is not None and request.finish in (Finish.CANCELLED, Finish.ERROR):
-            try:
-                request.on_delta(Delta(request_id=request.id, text=rest, finish_reason=request.finish))
-            except Exception as error:  # noqa: BLE001 - as in _tell; the request has ended already
-                request.error = request.error or f"on_delta raised {type(error).__name__}: {error}"
-        return request.stream.told
+        return completion_of(request, self.text)
 
     # -- what is going on ----------------------------------------------------------------------------------------
 
     def _event(self, kind: EventKind, request: Request) -> None:
-        if self.observe is None:
-            return
-        self.observe(
-            Event(
-                kind=kind,
-                step=self._num_steps,
-                request_id=request.id,
-                num_prompt_tokens=request.num_prompt_tokens,
-                max_tokens=request.max_tokens,
-                priority=request.priority,
-                num_known_tokens=len(request.token_ids),
-                finish=request.finish,
-            )
-        )
+        if self.observe is not None:
+            self._observe(event_of(kind, request, step=self._num_steps))
 
-    def _observe_rows(self, scheduled: Scheduled) -> None:
-        assert self.observe is not None
-        for item in scheduled.plan.items:
-            self.observe(
-                Event(
-                    kind=EventKind.COMPUTED,
-                    step=self._num_steps,
-                    request_id=item.request_id,
-                    start=item.start,
-                    count=item.count,
-                )
-            )
+    def _observe(self, *events: Event) -> None:
+        """A listener that raises is dropped: it must not take requests with it."""
+        try:
+            for event in events:
+                if self.observe is not None:
+                    self.observe(event)
+        except Exception as error:  # noqa: BLE001 - whatever it raises
+            self.observe = None
+            warnings.warn(f"Engine.observe raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
     @property
     def vocab_size(self) -> int:
@@ -384,7 +358,7 @@ class Engine:
             cancelled=self._counts[Finish.CANCELLED],
             waited=self._num_waited,
             suspensions=self._scheduler.num_suspensions,
-            retried_steps=tuple(self._culprits),
+            retried_steps=tuple(self._culprits.elements()),
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             elapsed_ms=self._serving_ns // 10**6,

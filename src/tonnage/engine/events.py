@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tonnage.engine.request import Finish
+from tonnage.engine.request import Finish, Request
+from tonnage.step import StepPlan
 
 
 class EventKind(StrEnum):
@@ -42,3 +43,23 @@ class Event:
 
 
 OnEvent = Callable[[Event], None]
+
+
+def event_of(kind: EventKind, request: Request, *, step: int) -> Event:
+    """What happened to a request, with all that is known of it now."""
+    return Event(
+        kind=kind,
+        step=step,
+        request_id=request.id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        num_known_tokens=len(request.token_ids),
+        finish=request.finish,
+    )
+
+
+def computed_events(plan: StepPlan, *, step: int) -> Iterator[Event]:
+    """One for each row of a committed step."""
+    for row in plan.items:
+        yield Event(kind=EventKind.COMPUTED, step=step, request_id=row.request_id, start=row.start, count=row.count)

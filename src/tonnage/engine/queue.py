@@ -10,6 +10,9 @@ from tonnage.engine.request import Request
 #: So often may later arrivals of a higher priority go before the oldest waiting request; then it is its turn.
 MAX_OVERTAKEN = 256
 
+#: Entries of requests that have gone, beyond as many again as there are live ones, before both heaps are rebuilt.
+SPARE_ENTRIES = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -37,6 +40,11 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._live[request.id] = request
+        if len(self._by_rank) + len(self._by_age) > 4 * len(self._live) + SPARE_ENTRIES:
+            self._by_rank = [entry for entry in self._by_rank if not self._gone(entry[-1])]
+            self._by_age = [entry for entry in self._by_age if not self._gone(entry[-1])]
+            heapq.heapify(self._by_rank)
+            heapq.heapify(self._by_age)
         heapq.heappush(self._by_rank, (-request.priority, request.arrival, request))
         heapq.heappush(self._by_age, (request.arrival, request))
 

@@ -24,7 +24,7 @@ from tonnage.resources.admission import Admission
 from tonnage.resources.base import Deferral
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.slots import SlotManager
-from tonnage.step import Ints, StepPlan, Txn
+from tonnage.step import Flags, Ints, StepPlan, Txn
 from tonnage.units import round_down
 
 
@@ -38,19 +38,26 @@ class Scheduled:
 
 @dataclass(slots=True, eq=False)
 class _Rows:
-    """The rows of a step while it is put together."""
+    """The rows of a step while it is put together; ``decodes``: which of them decode, the others are chunks."""
 
     slots: Ints
     counts: Ints
+    decodes: Flags
+
+    @property
+    def num_decodes(self) -> int:
+        return int(np.count_nonzero(self.decodes))
 
     def without(self, slot: int) -> _Rows:
         keep = self.slots != slot
-        return _Rows(self.slots[keep], self.counts[keep])
+        return _Rows(self.slots[keep], self.counts[keep], self.decodes[keep])
 
     def plus(self, slots: list[int], counts: list[int]) -> _Rows:
+        """With chunks more."""
         if not slots:
             return self
-        return _Rows(np.append(self.slots, slots), np.append(self.counts, counts))
+        decodes = np.append(self.decodes, np.zeros(len(slots), np.bool_))
+        return _Rows(np.append(self.slots, slots), np.append(self.counts, counts), decodes)
 
 
 class Scheduler:
@@ -131,7 +138,7 @@ class Scheduler:
         request.num_suspended += 1
         request.waited = True
         self.num_suspensions += 1
-        self._admission.suspended()
+        self._admission.suspended()  # so that it does not let in too many again at once
         self._waiting.push(request)
         self._on_suspend(request)
 
@@ -154,8 +161,15 @@ class Scheduler:
 
         Suspensions are complete in themselves and stay when ``txn`` is rolled back; admissions do not.
         """
+        self.admitting = None
         budget = min(self._max_num_tokens, max_tokens or self._max_num_tokens)
-        rows = self._make_room(self._continue_running(budget))
+        live = self.batch.live_slots()
+        is_decode = self.batch.decoding(live)
+        rows = self._make_room(self._decodes(live[is_decode], budget))
+        if prefills := self._prefills(live[~is_decode]):
+            # A waiting request goes before running prefills of a lower priority.
+            rows = self._admit(rows, budget, txn, above=prefills[0].priority)
+            rows = self._make_room(rows.plus(*self._chunks(prefills, self._prefill_tokens(rows, budget))))
         rows = self._admit(rows, budget, txn)
         if not rows.slots.size:
             return None
@@ -170,24 +184,24 @@ class Scheduler:
         self._next_step += 1
         return Scheduled(plan, rows.slots)
 
-    def _continue_running(self, budget: int) -> _Rows:
-        """One token for every sequence that decodes, then chunks for those whose prompt is not computed yet."""
-        live = self.batch.live_slots()
-        is_decode = self.batch.decoding(live)
-        decodes = live[is_decode]
-        if decodes.size > budget:
-            decodes = self._by_arrival(decodes)[:budget]  # a step retried smaller
-        rows = _Rows(decodes, np.ones(decodes.size, np.int64))
-        if decodes.size == live.size:
-            return rows
-        left = self._prefill_tokens(budget, num_decodes=decodes.size)
-        return rows.plus(*self._chunks(self._in_turn(live[~is_decode]), left))
+    def _decodes(self, slots: Ints, budget: int) -> _Rows:
+        """One token for every sequence that decodes: the oldest ones, where a step that is retried is smaller."""
+        if slots.size > budget:
+            slots = np.array(sorted(slots.tolist(), key=lambda slot: self._at(slot).arrival)[:budget], np.int64)
+        return _Rows(slots, np.ones(slots.size, np.int64), np.ones(slots.size, np.bool_))
 
-    def _prefill_tokens(self, budget: int, *, num_decodes: int) -> int:
-        """Tokens that prefill may take in a step beside ``num_decodes`` decodes."""
-        beside = self._chunking.beside_decodes
-        left = budget - num_decodes
-        return min(left, beside) if beside is not None and num_decodes else left
+    def _prefills(self, slots: Ints) -> list[Request]:
+        """Those of the sequences in ``slots`` that still run, in the order of the queue."""
+        found = [request for slot in slots.tolist() if (request := self.batch.requests[slot]) is not None]
+        return sorted(found, key=lambda request: (-request.priority, request.arrival))
+
+    def _prefill_tokens(self, rows: _Rows, budget: int) -> int:
+        """Tokens of prefill that still fit into a step of ``rows``."""
+        num_decodes, num_tokens = rows.num_decodes, int(rows.counts.sum())
+        left = budget - num_tokens
+        if self._chunking.beside_decodes is None or not num_decodes:
+            return left
+        return min(left, self._chunking.beside_decodes - (num_tokens - num_decodes))
 
     def _chunks(self, prefills: list[Request], left: int) -> tuple[list[int], list[int]]:
         slots: list[int] = []
@@ -210,17 +224,11 @@ class Scheduler:
         rest = len(request.token_ids) - start
         if not self._chunking.is_on and rest <= self._max_num_tokens:
             return rest if rest <= left else 0
-        count = min(rest, left, self._chunking.max_tokens or left)
+        count = min(rest, max(0, left), self._chunking.max_tokens or rest)
         if count == rest:
             return count
         aligned = max(0, round_down(start + count, self._block_tokens) - start)
-        return aligned or (max(0, count) if must_move else 0)
-
-    def _by_arrival(self, slots: Ints) -> Ints:
-        return np.array(sorted(slots.tolist(), key=lambda slot: self._at(slot).arrival), np.int64)
-
-    def _in_turn(self, slots: Ints) -> list[Request]:
-        return sorted((self._at(slot) for slot in slots.tolist()), key=lambda r: (-r.priority, r.arrival))
+        return aligned or (count if must_move else 0)
 
     def _at(self, slot: int) -> Request:
         request = self.batch.requests[slot]
@@ -248,14 +256,15 @@ class Scheduler:
         others = (request for request in self._running.values() if request is not oldest)
         return iter(sorted(others, key=lambda request: (request.priority, -request.arrival)))
 
-    def _admit(self, rows: _Rows, budget: int, txn: Txn) -> _Rows:
-        num_decodes = int(np.count_nonzero(self.batch.decoding(rows.slots)))
-        left = self._prefill_tokens(budget, num_decodes=num_decodes) - int(rows.counts.sum()) + num_decodes
+    def _admit(self, rows: _Rows, budget: int, txn: Txn, *, above: int | None = None) -> _Rows:
+        """Let in who waits, in turn, while the step has tokens for a chunk; only priorities ``above``, if given."""
+        left = self._prefill_tokens(rows, budget)
+        has_prefill = rows.slots.size > rows.num_decodes
         slots: list[int] = []
         counts: list[int] = []
-        while (request := self._waiting.peek()) is not None:
-            count = self._chunk(request, left, must_move=rows.slots.size == num_decodes and not slots)
-            if count == 0 or not self._admitted(request, txn):
+        while (request := self._waiting.peek()) is not None and (above is None or request.priority > above):
+            count = self._chunk(request, left, must_move=not has_prefill and not slots)
+            if count <= 0 or not self._admitted(request, txn):
                 break
             slots.append(request.slot)
             counts.append(count)
