@@ -19,6 +19,7 @@ from tonnage.config import Origin
 from tonnage.engine import EngineOptions
 from tonnage.engine.executor import Executor
 from tonnage.engine.settings import Options, engine_options
+from tonnage.engine.stub import stub_engine
 from tonnage.errors import InputError, InvalidSetting, RequestRefused, TonnageError, UserError
 from tonnage.sampling import child_seed
 from tonnage.units import GiB, MiB
@@ -250,6 +251,72 @@ def test_ctrl_c_in_a_step_cancels_what_generate_asked_for(llm, monkeypatch):
             llm.generate(["a", "b"], SamplingParams(max_tokens=5))
     assert_idle(llm)
     assert llm.generate("a", SamplingParams(max_tokens=5, ignore_eos=True))[0].samples[0].finish_reason == "length"
+
+
+@pytest.fixture
+def stub_llm(monkeypatch):
+    """An ``LLM`` without a model: the real loop, and tokens from nowhere."""
+    monkeypatch.setattr("tonnage.engine.llm.start", lambda _: stub_engine(kv_tokens=4096))
+    with LLM("no model") as llm:
+        yield llm
+
+
+def generate_two(llm):
+    llm.generate([[5] * 10, [6] * 4], SamplingParams(max_tokens=2, n=2), on_progress=lambda *_: None)
+
+
+def leave_a_stream(llm):
+    next(llm.stream([5] * 10, SamplingParams(max_tokens=50)))
+    llm.generate([7] * 3, SamplingParams(max_tokens=1))
+
+
+def read_a_stream(llm):
+    list(llm.stream([5] * 10, SamplingParams(max_tokens=2)))
+
+
+def close_a_stream(llm):
+    with llm.stream([5] * 10, SamplingParams(max_tokens=50)) as stream:
+        next(stream)
+
+
+def interrupted_at(number, use, llm):
+    """Ctrl-C at one line of the API and of what it calls to take and to cancel; returns whether that was reached.
+
+    What is raised in a ``__del__`` is swallowed by the interpreter, so there it is no Ctrl-C.
+    """
+    files, seen = ("llm.py", "calls.py", "interrupts.py"), 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name != "engine" or path.name not in files or frame.f_code.co_name == "__del__":
+            return None
+        if event == "line":
+            seen += 1
+            if seen == number:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        use(llm)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("use", [generate_two, leave_a_stream, read_a_stream, close_a_stream])
+def test_an_interrupt_at_any_line_leaves_no_request_behind(stub_llm, use):
+    number = 1
+    while interrupted_at(number, use, stub_llm):
+        assert_idle(stub_llm)
+        assert not stub_llm._desk._calls, f"line {number}"
+        assert not stub_llm._desk._open, f"line {number}"
+        assert len(stub_llm.generate([9] * 5, SamplingParams(max_tokens=1))[0].samples[0].token_ids) == 1
+        number += 1
+    assert number > 50
 
 
 def test_a_sample_that_fails_is_told_in_its_output(llm, failing_steps):

@@ -226,13 +226,15 @@ class Desk:
         """Submit a call under a name of its own, once all its prompts are found possible.
 
         Raises ``RequestRefused`` or ``InputError`` for the first that is not, saying which; nothing is submitted then.
+        An interrupt may come when the call is open and not yet returned: ``cancel`` takes its name, known beforehand.
         """
         pending = [
             self._check(ask, f"{name}[{index}]" if len(asks) > 1 else name, on_delta) for index, ask in enumerate(asks)
         ]
         num_samples = sum(len(one.requests) for one in pending)
-        self._calls[name] = call = Call(name=name, pending=pending, num_left=num_samples, on_done=on_done)
+        call = Call(name=name, pending=pending, num_left=num_samples, on_done=on_done)
         try:
+            self._calls[name] = call
             for one in pending:
                 for request in one.requests:
                     self._open[request.id] = call, one
@@ -251,12 +253,16 @@ class Desk:
                 self._take(completion)
 
     def cancel(self, name: str) -> None:
-        """Stop what is left of a call and give back its memory; ``on_done`` hears nothing. Unknown names are fine."""
-        call = self._calls.pop(name, None)
-        for pending in call.pending if call is not None else ():
-            for request in pending.requests:
-                if self._open.pop(request.id, None) is not None:
-                    self.engine.cancel(request.id)
+        """Stop what is left of a call and give back its memory; ``on_done`` hears nothing. Unknown names are fine.
+
+        An interrupt waits until all of it is stopped.
+        """
+        with deferred_interrupts():
+            call = self._calls.pop(name, None)
+            for pending in call.pending if call is not None else ():
+                for request in pending.requests:
+                    if self._open.pop(request.id, None) is not None:
+                        self.engine.cancel(request.id)
 
     def _check(self, ask: Ask, id: str, on_delta: OnDelta | None) -> _Pending:
         params = ask.params.samples()

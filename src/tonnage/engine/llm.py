@@ -40,7 +40,7 @@ class LLM:
         self._desk = Desk(self._engine)
         self._is_closed = False
         self._numbers = itertools.count(1)
-        #: Names of streams that were dropped without being closed: they may be dropped at any moment, in any thread.
+        #: Names of streams that were dropped, ended or not: that may happen at any moment, in any thread.
         self._dropped: deque[str] = deque()
 
     def generate(
@@ -78,8 +78,12 @@ class LLM:
         """
         ask = calls.ask_stream(prompt, params, messages)
         deltas: deque[Delta] = deque()
-        call = self._open_desk().open(f"stream-{next(self._numbers)}", [ask], on_delta=deltas.append)
-        return Stream(self, call, deltas)
+        desk, name = self._open_desk(), f"stream-{next(self._numbers)}"
+        try:
+            return Stream(self, desk.open(name, [ask], on_delta=deltas.append), deltas)
+        except BaseException:
+            desk.cancel(name)
+            raise
 
     @property
     def plan(self) -> MemoryPlan:
@@ -111,16 +115,16 @@ class LLM:
         self.close()
 
     def _complete(self, verb: str, asks: Sequence[Ask], on_progress: OnProgress | None) -> list[Output]:
-        desk = self._open_desk()
-        call = desk.open(f"{verb}-{next(self._numbers)}", asks)
-        num_samples = call.num_left
+        desk, name = self._open_desk(), f"{verb}-{next(self._numbers)}"
         try:
+            call = desk.open(name, asks)
+            num_samples = call.num_left
             while not call.is_done:
                 self._step()
                 if on_progress is not None:
                     on_progress(num_samples - call.num_left, num_samples)
         except BaseException:
-            desk.cancel(call.name)
+            desk.cancel(name)
             raise
         return call.outputs()
 
@@ -133,7 +137,8 @@ class LLM:
         if self._is_closed:
             raise calls.closed_error("LLM")
         while self._dropped:
-            self._desk.cancel(self._dropped.popleft())
+            self._desk.cancel(self._dropped[0])  # forgotten only once it is done: an interrupt may come between
+            self._dropped.popleft()
         return self._desk
 
 
@@ -143,10 +148,13 @@ class Stream(Iterator[Delta]):
     ``output`` is there once the stream has ended by itself. Raises ``TonnageError`` if the request fails on the way.
     """
 
+    _is_made = False  # an interrupt may leave half of one behind, and __del__ comes to that too
+
     def __init__(self, llm: LLM, call: Call, deltas: deque[Delta]) -> None:
         self._llm, self._call, self._deltas = llm, call, deltas
         self._is_over = False
         self.output: Output | None = None
+        self._is_made = True
 
     def __next__(self) -> Delta:
         if self._is_over:
@@ -155,8 +163,8 @@ class Stream(Iterator[Delta]):
             self._llm._step()
         if self._deltas:
             return self._deltas.popleft()
-        self._is_over = True
         (self.output,) = self._call.outputs()
+        self._is_over = True
         calls.raise_if_failed(self.output)
         raise StopIteration
 
@@ -174,5 +182,5 @@ class Stream(Iterator[Delta]):
         self.close()
 
     def __del__(self) -> None:
-        if not self._call.is_done:
+        if self._is_made:  # nothing more is asked here: an interrupt in a __del__ is swallowed
             self._llm._dropped.append(self._call.name)
