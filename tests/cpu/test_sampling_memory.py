@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
 from test_sampling_filters import FILTERS, PROMPT, STOPS, tables
-from torch.utils._pytree import tree_iter
 
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS, sampler_bytes, sampler_scratch_bytes
 from tonnage.costs.models import find_config
@@ -25,18 +22,6 @@ MIXES = {
 }
 
 
-class Tracker(StorageTracker):
-    """It forgets arguments too when they die: else what is made later at the address of one would not count."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in tree_iter((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self._seen:
-                storage = leaf.untyped_storage()
-                self._seen.add(storage._cdata)
-                weakref.finalize(storage, self._seen.discard, storage._cdata)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def peak(logits: torch.Tensor, params: list[dict], *, tile_elements: int) -> int:
     num_rows, vocab_size = logits.shape
     table = SamplingTable(num_rows)
@@ -45,7 +30,7 @@ def peak(logits: torch.Tensor, params: list[dict], *, tile_elements: int) -> int
         table.set(slot, one, seed=slot, stop_ids=STOPS, num_prompt_tokens=len(PROMPT))
     rows = table.rows(np.arange(num_rows), np.full(num_rows, len(PROMPT)))
     penalties = tables(vocab_size, num_slots=num_rows)
-    with Tracker([logits, *penalties]) as tracker:
+    with StorageTracker([logits, *penalties]) as tracker:
         Sampler(vocab_size, tile_elements=tile_elements).sample(logits, rows, penalties)
     assert tracker.live_bytes == 0
     return tracker.peak_bytes

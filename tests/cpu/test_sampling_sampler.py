@@ -301,3 +301,14 @@ def test_vocabularies_around_the_size_of_a_block(vocab_size):
 
 def test_no_rows_give_nothing():
     assert sample(torch.empty(0, 60), []) == Sampled()
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.5}, {}], ids=str)
+def test_zeros_of_different_sign_are_equal(filters):
+    """-0.0 less +0.0 is -0.0, whose bits are no small number: such gaps once left no token at all, and drew the first."""
+    logits = torch.full((1, 64), -30.0)
+    logits[0, 10], logits[0, 20] = -0.0, 0.0
+    table = SamplingTable(1)
+    table.set(0, SamplingParams(temperature=1.0, **filters), seed=1, stop_ids=(), num_prompt_tokens=0)
+    rows = (table.rows(np.array([0]), np.array([position])) for position in range(100))
+    assert {Sampler(64).sample(logits, row).tokens[0] for row in rows} == {10, 20}

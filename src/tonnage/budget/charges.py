@@ -167,7 +167,7 @@ _ABOUT: dict[LineKind, tuple[str, Maker, str]] = {
     LineKind.GRAPHS: ("graphs", Maker.DRIVER, "captured decode steps"),
     LineKind.CONTEXT: ("context", Maker.DRIVER, "the driver's context, or what the process holds beside the engine"),
     LineKind.LIBRARIES: ("libraries", Maker.LIBRARY, "handles and workspaces of libraries"),
-    LineKind.TABLES: ("tables", Maker.TORCH, "page tables and step inputs"),
+    LineKind.TABLES: ("tables", Maker.TORCH, "page tables, step inputs, and the tables of penalties"),
 }
 
 

@@ -243,7 +243,8 @@ class Engine:
         if self._runtime.chunking.is_on:
             return
         for request_id in failed.too_long:
-            self._fail(request_id, failed.told)
+            if request_id not in self._scheduler.running:
+                self._fail(request_id, failed.told)
 
     def _commit(self, scheduled: Scheduled, outcome: Outcome) -> None:
         """The step is done: move every request on, then hand tokens out, then let the finished go.

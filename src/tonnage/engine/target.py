@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tonnage.config import DEFAULT_BLOCK_TOKENS, DEFAULT_KEEP_FREE_BYTES, Limits
-from tonnage.costs.activations import forward_peak
+from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.kv import kv_layout
@@ -108,10 +108,11 @@ class Target:
         return min(total - knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES), knobs.total_bytes.or_else(total))
 
     def step_bytes(self, limits: Limits) -> int:
-        """Activations of the largest step, by the planner's closed form."""
-        return forward_peak(
-            self.config, num_tokens=limits.max_num_tokens, logits_rows=limits.max_logits_rows, dtype=self.dtype
-        ).bytes
+        """What the largest step takes, forward or sampling, by the planner's closed forms."""
+        rows = limits.max_logits_rows
+        forward = forward_peak(self.config, num_tokens=limits.max_num_tokens, logits_rows=rows, dtype=self.dtype)
+        sampler = sampler_bytes(self.config, logits_rows=rows, dtype=self.dtype, device_kind="host")
+        return max(forward.bytes, sampler)
 
     def refuse(self, card: Card) -> None:
         """Raise the planner's ``DoesNotFit`` if it has no plan either; its closed forms are on the careful side."""

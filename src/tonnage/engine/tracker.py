@@ -32,11 +32,18 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs)):
-            self._seen.add(tensor.untyped_storage()._cdata)
+            self._know(tensor.untyped_storage())
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             self._count(tensor.untyped_storage())
         return result
+
+    def _know(self, storage: torch.UntypedStorage) -> None:
+        """It was there before: until it dies, when its address may become another storage's."""
+        key = storage._cdata
+        if key not in self._seen:
+            self._seen.add(key)
+            weakref.finalize(storage, self._seen.discard, key)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

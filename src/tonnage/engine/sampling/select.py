@@ -31,7 +31,8 @@ _BLOCK_TOKENS = 256
 
 def gaps_to_best(logits: torch.Tensor, best: torch.Tensor, temperature: Floats) -> torch.Tensor:
     """float32 [rows, V] from logits of that shape and type and their maximum ``best`` [rows, 1]."""
-    return torch.sub(best, logits).div_(column(temperature, logits.device, torch.float32))
+    # Two zeros of different sign are -0.0 apart, whose bits are not those of a number >= 0; adding 0.0 makes it +0.0.
+    return torch.sub(best, logits).div_(column(temperature, logits.device, torch.float32)).add_(0.0)
 
 
 def limits(gaps: torch.Tensor, draws: Draws) -> torch.Tensor | None:
