@@ -305,7 +305,7 @@ def test_no_rows_give_nothing():
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 0.5}, {}], ids=str)
 def test_zeros_of_different_sign_are_equal(filters):
-    """-0.0 less +0.0 is -0.0, whose bits are no small number: such gaps once left no token at all, and drew the first."""
+    """-0.0 less +0.0 is -0.0, whose bits are no small number: such gaps once left no token, and drew the first one."""
     logits = torch.full((1, 64), -30.0)
     logits[0, 10], logits[0, 20] = -0.0, 0.0
     table = SamplingTable(1)
