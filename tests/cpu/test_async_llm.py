@@ -158,6 +158,30 @@ def test_cancelling_a_task_cancels_its_call(llm, truth, steps):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("how", ["closed", "dropped", "interrupted"])
+def test_a_coroutine_that_nobody_awaits_any_more_cancels_its_call(llm, truth, steps, how):
+    """Driven by hand: the event loop, which would cancel it, knows nothing of it."""
+
+    async def main():
+        call = llm.generate(["Hello"] * 3, replace(LETTERS, n=2))
+        call.send(None)
+        while not (await llm.progress()).num_running:
+            pass
+        if how == "closed":
+            call.close()
+        elif how == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                call.throw(KeyboardInterrupt)
+        else:
+            del call
+        gc.collect()
+        await assert_idle(llm)
+        steps.left = 1000
+        assert (await llm.generate("Hello", replace(SHORT, seed=0)))[0].text == truth[0]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["aclose", "aclosing", "break", "dropped", "task cancelled", "never iterated"])
 def test_a_stream_that_ends_early_gives_its_memory_back(llm, steps, how):
     async def read_on(stream):
@@ -354,6 +378,19 @@ def test_a_start_that_is_cancelled_leaves_nothing(own):
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
+        await own.close()
+
+    before = threads()
+    asyncio.run(main())
+    assert threads() == before
+
+
+def test_a_start_that_nobody_awaits_any_more_leaves_nothing(own):
+    async def main():
+        starting = own.start()
+        starting.send(None)
+        starting.close()
+        await asyncio.wait_for(asyncio.wrap_future(own._worker.ended), 60)
         await own.close()
 
     before = threads()

@@ -32,7 +32,8 @@ class AsyncLLM:
                 print(delta.text, end="")
 
     The engine, its start-up included, runs on one thread that belongs to it; methods may be called from any event
-    loop. Cancelling a task cancels what it asked for. If the engine fails, everybody who waits hears why.
+    loop. Cancelling a task, or dropping a coroutine, cancels what it asked for. If the engine fails, everybody who
+    waits hears why.
     """
 
     def __init__(self, model: str | Path, **options: Unpack[Options]) -> None:
@@ -48,7 +49,7 @@ class AsyncLLM:
         self._worker = Worker(self._options)
         try:
             await asyncio.wrap_future(self._worker.started)
-        except asyncio.CancelledError:
+        except BaseException:
             self._worker.close()  # once it is up: start-up cannot be interrupted
             raise
 
@@ -83,8 +84,9 @@ class AsyncLLM:
         """
         name = f"stream-{next(self._numbers)}"
         inbox, worker = Inbox(), self._running()
-        worker.open(name, [calls.ask_stream(prompt, params, messages)], inbox, deltas=True)
-        return AsyncStream(worker, name, inbox)
+        ask, stream = calls.ask_stream(prompt, params, messages), AsyncStream(worker, name, inbox)
+        worker.open(name, [ask], inbox, deltas=True)  # the stream is there first: whoever loses it cancels the request
+        return stream
 
     @property
     def plan(self) -> MemoryPlan:
@@ -116,10 +118,10 @@ class AsyncLLM:
     async def _complete(self, verb: str, asks: Sequence[Ask]) -> list[Output]:
         name = f"{verb}-{next(self._numbers)}"
         inbox, worker = Inbox(), self._running()
-        worker.open(name, asks, inbox, deltas=False)
         try:
+            worker.open(name, asks, inbox, deltas=False)
             outputs: list[Output] = await inbox.get()
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, interrupted, or closed as a coroutine that nobody awaits any more
             worker.cancel(name)
             raise
         return outputs
@@ -145,10 +147,12 @@ class AsyncStream(AsyncIterator[Delta]):
     ``output`` is there once the stream has ended by itself. Raises ``TonnageError`` if the request fails on the way.
     """
 
+    _is_over = True  # until it is made: an interrupt may leave half of one to __del__
+
     def __init__(self, worker: Worker, name: str, inbox: Inbox) -> None:
         self._worker, self._name, self._inbox = worker, name, inbox
-        self._is_over = False
         self.output: Output | None = None
+        self._is_over = False
 
     async def __anext__(self) -> Delta:
         if self._is_over:
