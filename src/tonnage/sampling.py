@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tonnage.errors import InvalidSetting
 
@@ -20,7 +19,50 @@ _GAMMA, _MIX_1, _MIX_2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049
 #: Keeps the seeds of samples out of the stream that the parent's own draws come from.
 _CHILDREN = 0x6368696C6472656E
 
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+class LogitBias(Mapping[int, float]):
+    """What is added to the logits of token ids, -100 to 100 each. Equal to any mapping with the same entries.
+
+    It is never changed, so it can be hashed, pickled and copied, and with it the ``SamplingParams`` that hold it.
+    Raises ``InvalidSetting``.
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Mapping[int, float]) -> None:
+        if not isinstance(entries, Mapping):
+            raise InvalidSetting(
+                "logit_bias", entries, "not a mapping from token ids to numbers", remedy="write {42: -100}"
+            )
+        if len(entries) > MAX_BIASED_TOKENS:
+            raise InvalidSetting(
+                "logit_bias", f"{len(entries)} entries", "too many", remedy=_range(0, MAX_BIASED_TOKENS)
+            )
+        self._entries = dict(entries)
+        for token, value in self._entries.items():
+            _whole("logit_bias", token, 0)
+            _number(f"logit_bias[{token}]", value, -100, 100)
+
+    def __getitem__(self, token: int) -> float:
+        return self._entries[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._entries.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def __reduce__(self) -> tuple[type[LogitBias], tuple[dict[int, float]]]:
+        return LogitBias, (self._entries,)
+
+
+_NO_BIAS = LogitBias({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +107,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    logit_bias: Mapping[int, float] = _NO_BIAS
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -85,7 +127,8 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         self._check_numbers()
         self._check_stops()
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if not isinstance(self.logit_bias, LogitBias):
+            object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
     @property
     def is_greedy(self) -> bool:
@@ -181,14 +224,3 @@ def _number(knob: str, value: object, low: float, high: float, *, above: bool = 
 def _range(low: float, high: float | None, *, above: bool = False) -> str:
     least = f"more than {low}" if above else f"at least {low}"
     return f"write {least}" + (f" and at most {high}" if high is not None else "")
-
-
-def _checked_bias(bias: object) -> Mapping[int, float]:
-    if not isinstance(bias, Mapping):
-        raise InvalidSetting("logit_bias", bias, "not a mapping from token ids to numbers", remedy="write {42: -100}")
-    if len(bias) > MAX_BIASED_TOKENS:
-        raise InvalidSetting("logit_bias", f"{len(bias)} entries", "too many", remedy=_range(0, MAX_BIASED_TOKENS))
-    for token, value in bias.items():
-        _whole("logit_bias", token, 0)
-        _number(f"logit_bias[{token}]", value, -100, 100)
-    return MappingProxyType(dict(bias))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 
 from tonnage.errors import InvalidSetting
-from tonnage.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams, child_seed
+from tonnage.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, LogitBias, SamplingParams, child_seed
 
 BAD = [
     *[("max_tokens", value) for value in (0, -1, 1.5, "3", True)],
@@ -65,6 +69,60 @@ def test_they_are_a_value():
     with pytest.raises(TypeError):
         params.logit_bias[1] = 3.0
     assert params == SamplingParams(logit_bias={1: 2.0}, stop=["end"], stop_token_ids=(3,))
+
+
+EVERYTHING = {
+    "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1,
+    "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: 1.5, 3: -2},
+    "seed": 11, "stop": ("end", "."), "stop_token_ids": (5, 6), "ignore_eos": True, "include_stop": True, "n": 2,
+    "logprobs": 4, "prompt_logprobs": 0, "skip_special_tokens": False, "priority": -3,
+}  # fmt: skip
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "asdict": lambda params: SamplingParams(**dataclasses.asdict(params)),
+    "replace": dataclasses.replace,
+    **{
+        f"pickle {number}": lambda params, number=number: pickle.loads(pickle.dumps(params, number))
+        for number in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("fields", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_a_copy_is_equal_and_as_good(fields, how):
+    params = SamplingParams(**fields)
+    made = COPIES[how](params)
+    assert made == params
+    assert hash(made) == hash(params)
+    assert {name: getattr(made, name) for name in fields} == fields
+    with pytest.raises(TypeError):
+        made.logit_bias[1] = 3.0
+
+
+def test_they_can_be_a_key():
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == EVERYTHING.keys()
+    told = {SamplingParams(): "default"} | {
+        SamplingParams(**(EVERYTHING | {"logit_bias": bias})): "biased" for bias in ({7: 1.5, 3: -2}, {3: -2.0, 7: 1.5})
+    }
+    assert len(told) == 2
+    assert told[SamplingParams(**EVERYTHING)] == "biased"
+
+
+def test_a_bias_is_a_mapping_like_any_other():
+    bias = SamplingParams(logit_bias={7: 1.5, 3: -2}).logit_bias
+    assert isinstance(bias, Mapping)
+    assert bias == {3: -2, 7: 1.5}
+    assert EVERYTHING["logit_bias"] == bias
+    assert bias != {3: -2}
+    assert (list(bias), list(bias.values()), bias.get(4), len(bias)) == ([7, 3], [1.5, -2], None, 2)
+    assert repr(bias) == "{7: 1.5, 3: -2}"
+    assert SamplingParams(logit_bias=bias).logit_bias is bias
+    assert SamplingParams(logit_bias=MappingProxyType({7: 1.5, 3: -2})).logit_bias == bias
+    with pytest.raises(InvalidSetting, match=r"logit_bias\[3\] = 101"):
+        LogitBias({3: 101})
 
 
 def test_what_the_defaults_ask_for_is_greedy():
