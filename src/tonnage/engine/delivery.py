@@ -24,7 +24,7 @@ def take(outcome: Outcome, running: Mapping[str, Request]) -> tuple[list[Request
             continue
         request.append(token, logprob)
         if request.params.logprobs:
-            request.top_logprobs.append(outcome.top.get(row, ()))
+            request.alternatives.append(TokenLogprobs(token, logprob, outcome.top.get(row, ())))
         if request.stream is not None:
             deltas += _streamed(request, TokenLogprobs(token, logprob, outcome.top.get(row, ())))
         if request.finish is not None:
@@ -92,8 +92,8 @@ def completion_of(request: Request, text: Text) -> Completion:
         text=told,
         token_ids=tuple(request.generated_ids),
         logprobs=tuple(request.logprobs),
-        top_logprobs=tuple(request.top_logprobs),
-        prompt_logprobs=tuple(request.prompt_logprobs),
+        top_logprobs=request.alternatives.tops,
+        prompt_logprobs=request.prompt_logprobs,
         num_prompt_tokens=request.num_prompt_tokens,
         finish_reason=request.finish,
         stop_reason=request.stop_reason,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tonnage.engine.outcome import TokenLogprobs
+from tonnage.engine.outcome import Logprobs, TokenLogprobs, Top
 from tonnage.engine.stops import TextStream
 from tonnage.sampling import SamplingParams
 
@@ -63,8 +63,8 @@ class Request:
     stream: TextStream | None = None
     num_computed_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    alternatives: Logprobs = field(default_factory=Logprobs)
+    prompt_logprobs: Logprobs = field(default_factory=Logprobs)
     finish: Finish | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -123,8 +123,8 @@ class Completion:
     error: str | None
     waited: bool
     stop_reason: str | int | None = None
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    top_logprobs: Sequence[Top] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     num_suspended: int = 0
 
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
-from tonnage.engine.outcome import TokenLogprobs
+from tonnage.engine.outcome import TokenLogprobs, Top
 from tonnage.engine.sampling.edit import edited
 from tonnage.engine.sampling.rows import SamplingRows
 from tonnage.engine.sampling.select import draw, gaps_to_best, index, limits, pick, weights
 from tonnage.resources.penalties import PenaltyTensors
-
-#: The most probable tokens of a position with their log-probabilities, most probable first.
-Top: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
