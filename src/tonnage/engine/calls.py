@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from tonnage.engine.core import Engine
 from tonnage.engine.interrupts import deferred_interrupts
-from tonnage.engine.outcome import TokenLogprobs
+from tonnage.engine.outcome import TokenLogprobs, Top
 from tonnage.engine.request import Completion, Finish, OnDelta, Request
 from tonnage.errors import InputError, InvalidSetting, TonnageError, UserError
 from tonnage.sampling import SamplingParams
@@ -37,7 +37,7 @@ class Sample:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    top_logprobs: Sequence[Top]
     finish_reason: Finish
     stop_reason: str | int | None
     error: str | None
@@ -53,7 +53,7 @@ class Output:
 
     request_id: str
     num_prompt_tokens: int
-    prompt_logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: Sequence[TokenLogprobs]
     samples: tuple[Sample, ...]
 
     @property
