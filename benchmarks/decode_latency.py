@@ -50,13 +50,13 @@ def main() -> int:
     found = {
         "p99_to_p50": round(every["p99"] / every["p50"], 2),
         "p99_to_p50_uninterrupted": round(every["p99"] / quiet["p50"], 2),
-        "bar": f"p99_to_p50 <= {BAR:g}",
+        "bar": f"both <= {BAR:g}: prompts come so often that the p50 of all gaps is one that they lengthen",
     }
     print(json.dumps(found, indent=1))
     if given.output is not None:
         document = bench_document(measured, result, command=sys.argv)
         given.output.write_text(text_of({**document, **found}))
-    return 0 if found["p99_to_p50"] <= BAR else 1
+    return 0 if max(found["p99_to_p50"], found["p99_to_p50_uninterrupted"]) <= BAR else 1
 
 
 if __name__ == "__main__":

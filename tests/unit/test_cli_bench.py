@@ -260,3 +260,11 @@ def test_the_engine_extra_may_be_missing(tonnage: Program, monkeypatch: pytest.M
 def test_a_percentage_is_a_scale(tonnage: Program, engine: FakeEngine, measured: Measured) -> None:
     tonnage("bench", "m", "--workload", "single", "--scale", "25%")
     assert measured.workload.shape.input_tokens == Span(256, 256)
+
+
+@pytest.mark.parametrize("flags", [["--memory", "1GiB"], ["--total-bytes", "1GiB"], ["--dtype", "bfloat16"]], ids=str)
+def test_the_stub_takes_no_flags_about_memory(tonnage: Any, flags: list[str]) -> None:
+    ended = tonnage("soak", "--stub", *flags)
+    assert ended.code == 2
+    assert flags[0] in ended.err
+    assert "plans no memory" in ended.err

@@ -166,7 +166,8 @@ class Soak:
         return on_delta
 
     def _cancel(self, request_id: str) -> None:
-        self._cancelled.add(request_id)
+        if request_id in self._open:  # one that has ended is cancelled too, which must change nothing
+            self._cancelled.add(request_id)
         self._oracle.read(Act("cancel", request_id))
         self._engine.cancel(request_id)
 

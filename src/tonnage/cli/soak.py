@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_REQUESTS = 2000
 #: The stub's pool where nothing was asked: small beside its batch, so that requests wait and are suspended.
 STUB_KV_TOKENS, STUB_MAX_SEQ_LEN, STUB_END_PROBABILITY = 8192, 1024, 0.01
+_STUB_KNOWS = ("--kv-tokens", "--block-tokens", "--admission")
 
 
 @grouped
@@ -50,6 +51,8 @@ def soak(
             remedy="add --stub" if model is None else "leave --stub out",
         )
     settings = opt.engine_settings(model or "stub", memory, pool, serving)
+    if stub:
+        _refuse_money(settings)
     number = opt.read_count(seed, "--seed", 0, allow_zero=True)
     is_over, total = _end(requests, minutes)
     report = _soaked(settings, is_over, total, seed=number, is_stub=stub)
@@ -78,6 +81,18 @@ def _end(requests: opt.Text, minutes: opt.Text) -> tuple[Callable[[int, float], 
     if not 0 < seconds < float("inf"):
         raise InvalidSetting("--minutes", minutes, "not a number above 0", remedy="write a number such as 15 or 0.5")
     return lambda _, passed: passed >= seconds, None
+
+
+def _refuse_money(settings: dict[str, Any]) -> None:
+    """The stub has no memory to plan; flags about it would be passed over in silence."""
+    asked = {setting.where: setting.is_set for _, setting in settings["knobs"].items()}
+    asked |= {"--memory": settings.get("memory_bytes"), "--dtype": settings.get("dtype")}
+    given = [flag for flag, is_set in asked.items() if is_set and flag not in _STUB_KNOWS]
+    if given:
+        raise UserError(
+            f"{', '.join(given)} would change nothing: --stub plans no memory",
+            remedy="leave it out; --kv-tokens says how large the pool is",
+        )
 
 
 def _soaked(

@@ -20,7 +20,6 @@ class Batch:
         self.known = np.zeros(num_slots, np.int64)
         self.computed = np.zeros(num_slots, np.int64)
         self.last_token = np.zeros(num_slots, np.int64)
-        self.seed = np.zeros(num_slots, np.uint64)
         self.sampling = SamplingTable(num_slots)
         self._is_live = np.zeros(num_slots, np.bool_)
         self._ids = np.full(num_slots, "", np.object_)
@@ -40,7 +39,6 @@ class Batch:
         self.known[slot] = len(request.token_ids)
         self.computed[slot] = request.num_computed_tokens
         self.last_token[slot] = request.token_ids[-1]
-        self.seed[slot] = request.seed % 2**64
         self.sampling.set(
             slot,
             request.params,

@@ -108,7 +108,7 @@ class _StubRuntime:
         inputs = StepInputs.of(scheduled, batch, self.managers)
         plan = scheduled.plan
         slots, positions = scheduled.slots[plan.samples], plan.ends[plan.samples]
-        tokens = self._tokens(batch.seed[slots], positions, inputs.sampling.edits)
+        tokens = self._tokens(batch.sampling.seeds(slots), positions, inputs.sampling.edits)
         ids = plan.request_ids if plan.samples.all() else np.array(plan.request_ids, np.object_)[plan.samples].tolist()
         return Outcome(
             request_ids=ids,

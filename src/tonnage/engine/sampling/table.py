@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.engine.sampling.random import uniform
+from tonnage.engine.sampling.random import Words, uniform
 from tonnage.engine.sampling.rows import Draws, Edits, Floats, Penalties, SamplingRows, Tops
 from tonnage.sampling import SamplingParams
 from tonnage.step import Ints
@@ -54,6 +54,10 @@ class SamplingTable:
             self._bias[slot] = _edits(params.logit_bias)
         if params.min_tokens and stop_ids:
             self._stops[slot] = _edits(dict.fromkeys(stop_ids, -np.inf))
+
+    def seeds(self, slots: Ints) -> Words:
+        """The key of each slot's random numbers."""
+        return self._seed[slots]
 
     def clear(self, slot: int) -> None:
         """The sequence is gone; clearing again does nothing."""
