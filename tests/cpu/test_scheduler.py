@@ -158,6 +158,19 @@ def test_running_prompts_are_computed_in_the_order_of_their_priorities():
     assert ended["high"] < ended["low"]
 
 
+def test_a_running_prompt_is_passed_a_bounded_number_of_times():
+    """Urgent prompts without end, each as large as a step: the patient one is computed all the same."""
+    log = Log(max_batch_size=4, max_num_tokens=64, kv_tokens=16384, max_seq_len=512)
+    log.ask("patient", 300, 2, priority=-1)
+    log.engine.step()
+    for i in range(1200):
+        log.ask(f"urgent{i}", 64, 1, priority=5)
+        log.engine.step()
+        if "patient" in log.of_kind(EventKind.ENDED):
+            break
+    assert i < 300
+
+
 # -- suspension ----------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tonnage.engine.batch import Batch
 from tonnage.engine.options import Chunking
-from tonnage.engine.queue import Turn, WaitingQueue
+from tonnage.engine.queue import MAX_OVERTAKEN, Turn, WaitingQueue
 from tonnage.engine.request import Request
 from tonnage.resources.admission import Admission
 from tonnage.resources.base import Deferral
@@ -167,9 +167,7 @@ class Scheduler:
         is_decode = self.batch.decoding(live)
         rows = self._make_room(self._decodes(live[is_decode], budget))
         if prefills := self._prefills(live[~is_decode]):
-            # A waiting request goes before running prefills of a lower priority.
-            rows = self._admit(rows, budget, txn, above=prefills[0].priority)
-            rows = self._make_room(rows.plus(*self._chunks(prefills, self._prefill_tokens(rows, budget))))
+            rows = self._continue_prefills(rows, prefills, budget, txn)
         rows = self._admit(rows, budget, txn)
         if not rows.slots.size:
             return None
@@ -191,9 +189,23 @@ class Scheduler:
         return _Rows(slots, np.ones(slots.size, np.int64), np.ones(slots.size, np.bool_))
 
     def _prefills(self, slots: Ints) -> list[Request]:
-        """Those of the sequences in ``slots`` that still run, in the order of the queue."""
+        """Those of the sequences in ``slots`` that still run, in the order of the queue, its bound included."""
         found = [request for slot in slots.tolist() if (request := self.batch.requests[slot]) is not None]
-        return sorted(found, key=lambda request: (-request.priority, request.arrival))
+        found.sort(key=lambda request: (request.num_overtaken < MAX_OVERTAKEN, -request.priority, request.arrival))
+        return found
+
+    def _continue_prefills(self, rows: _Rows, prefills: list[Request], budget: int, txn: Txn) -> _Rows:
+        """Chunks of running prompts. A waiting request of a higher priority than all of them goes first.
+
+        A prompt that gets no tokens is passed once more, as in the queue: after so many times it is its turn.
+        """
+        first = prefills[0]
+        if first.num_overtaken < MAX_OVERTAKEN:
+            rows = self._admit(rows, budget, txn, above=first.priority)
+        slots, counts = self._chunks(prefills, self._prefill_tokens(rows, budget))
+        oldest = min(prefills, key=lambda request: request.arrival)
+        oldest.num_overtaken += oldest.slot not in slots
+        return self._make_room(rows.plus(slots, counts))
 
     def _prefill_tokens(self, rows: _Rows, budget: int) -> int:
         """Tokens of prefill that still fit into a step of ``rows``."""
