@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +50,22 @@ def ids_of(text, told):
     """Ids of the bytes of ``told``, one each."""
     vocabulary = text.tokenizer.get_vocab()
     return [vocabulary[f"<0x{byte:02X}>"] for byte in told.encode()] if "<0x00>" in vocabulary else text.encode(told)
+
+
+@cache
+def byte_id(text, byte):
+    """Of any byte, text or not: by its name, or in the alphabet of GPT-2, where unprintable ones stand from U+0100."""
+    vocabulary = text.tokenizer.get_vocab()
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [other for other in range(256) if other not in printable]
+    symbol = chr(byte) if byte in printable else chr(256 + others.index(byte))
+    return vocabulary[f"<0x{byte:02X}>"] if "<0x00>" in vocabulary else vocabulary[symbol]
+
+
+@pytest.mark.parametrize("kind", ["byte_text", "word_text"])
+def test_ids_of_bytes_are_those_of_text(request, kind):
+    text, told = request.getfixturevalue(kind), "x\n é€😀ÿ\u00ad\x7f"
+    assert [byte_id(text, byte) for byte in told.encode()] == ids_of(text, told)
 
 
 def pieces(text, ids, **how):
@@ -116,18 +134,118 @@ def test_special_tokens_are_left_out_where_asked(byte_text, skip, told):
     assert pieces(byte_text, [a, 257, b], skip_special_tokens=skip) == told
 
 
-def test_the_cost_of_a_token_does_not_grow_with_the_text(byte_text, monkeypatch):
-    longest = 0
-    decode = Text.decode
+# -- text that does not come -------------------------------------------------------------------------------------
 
-    def counted(self, ids, **how):
-        nonlocal longest
-        longest = max(longest, len(ids))
-        return decode(self, ids, **how)
 
-    monkeypatch.setattr(Text, "decode", counted)
-    assert "".join(pieces(byte_text, ids_of(byte_text, "x" * 500))) == "x" * 500
-    assert longest <= 4
+class Bytes:
+    """A tokenizer whose tokens are several bytes each, over the borders of characters; Python decodes them."""
+
+    PIECES = (b"a", b" \xf0\x9f", b"\x98\x80", b"\xe2", b"\x82", b"\xac\xe2", b"\x82\xac", b"\xf0\x90\x80", b"\xff\xc3",
+              b"\xa9\xc3\xa9", b"\x80\x80\x80\x80", b"\xef\xbf\xbd", b"")  # fmt: skip
+
+    def decode(self, ids, *, skip_special_tokens=True):
+        return b"".join(self.PIECES[i] for i in ids).decode("utf-8", "replace")
+
+
+#: Lead bytes, the bytes that go on from them and bytes that are never text, and line breaks.
+BROKEN = [0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xFF, 0x0A]
+
+
+@given(st.lists(st.sampled_from([*BROKEN, ord("a"), None]), min_size=30, max_size=150))
+def test_long_runs_of_broken_bytes_are_told_as_the_whole_text(byte_text, run):
+    """None is a special token, skipped."""
+    ids = [257 if byte is None else byte_id(byte_text, byte) for byte in run]
+    assert "".join(pieces(byte_text, ids)) == byte_text.decode(ids)
+
+
+@given(st.lists(st.integers(0, len(Bytes.PIECES) - 1), min_size=30, max_size=150))
+def test_tokens_that_end_in_the_middle_of_characters_are_told_as_the_whole_text(ids):
+    assert "".join(pieces(Bytes(), ids)) == Bytes().decode(ids)
+
+
+@given(
+    st.sampled_from([[0xFF], [0x80], [0xE2, 0x0A], [0xF0, 0x9F, 0xFF]]),
+    st.lists(st.sampled_from([*BROKEN, None]), min_size=30, max_size=100),
+    st.sampled_from(["", "😀€"]),
+)
+def test_a_run_of_bytes_that_began_spoiled_stays_so(word_text, spoiler, run, end):
+    """All or nothing, however long: nothing of it has been told as a character."""
+    a, special = (word_text.tokenizer.get_vocab()[word] for word in ("▁a", "</s>"))
+    told = [special if byte is None else byte_id(word_text, byte) for byte in [*spoiler, *run, *end.encode()]]
+    ids = [a, *told, a, *ids_of(word_text, "€")]
+    assert "".join(pieces(word_text, ids)) == word_text.decode(ids)
+
+
+@pytest.mark.parametrize("num_first", [1, 2, 3])
+def test_a_spoiled_run_is_not_mended_by_what_is_forgotten(word_text, num_first):
+    """A character begins it and, much later, goes on; all else but what stands between is text."""
+    emoji = "😀".encode()
+    for num_between in range(1, 30):
+        for num_after in range(4, 10):
+            run = emoji[:num_first] + b"\xff" * num_between + emoji[num_first:] + b"\n" * num_after + emoji
+            ids = [byte_id(word_text, byte) for byte in run]
+            assert "".join(pieces(word_text, ids)) == word_text.decode(ids)
+
+
+@given(st.lists(st.sampled_from(["▁", "▁▁", "▁a", "</s>"]), max_size=40))
+def test_spaces_alone_and_skipped_tokens_are_told_as_in_the_whole_text(word_text, words):
+    ids = [word_text.tokenizer.get_vocab()[word] for word in words]
+    assert "".join(pieces(word_text, ids)) == word_text.decode(ids)
+
+
+class Counted:
+    """Counts the tokens decoded."""
+
+    def __init__(self, text):
+        self.text, self.num_tokens = text, 0
+
+    def decode(self, ids, **how):
+        self.num_tokens += len(ids)
+        return self.text.decode(ids, **how)
+
+
+#: Tokenizer; tokens at first; tokens that come again and again: bytes, or by name.
+ENDLESS = {
+    "letters": ("byte_text", [], b"x"),
+    "skipped tokens": ("byte_text", [], ["</s>"]),
+    "skipped tokens inside a character": ("byte_text", b"\xe2", ["</s>"]),
+    "lead bytes": ("byte_text", b"a", b"\xe2"),
+    "bytes that go on from nothing": ("byte_text", b"", b"\x80"),
+    "halves of characters": ("byte_text", b"", b"\xf0\x9f\x98"),
+    "replacement characters": ("byte_text", b"", LOST.encode()),
+    "lead bytes, falling back": ("word_text", b"", b"\xe2"),
+    "characters in a spoiled run": ("word_text", b"\xff", "€\n".encode()),
+    "skipped tokens, falling back": ("word_text", ["▁"], ["</s>"]),
+    "spaces alone": ("word_text", ["a"], ["▁"]),
+}  # fmt: skip
+
+
+def cost_of_tokens(text, ids):
+    """Tokens decoded at each push; what was told is what the whole reads."""
+    counted, costs, told = Counted(text), [], ""
+    detokenizer = Detokenizer(counted)
+    for token in ids:
+        before = counted.num_tokens
+        told += detokenizer.push(token)
+        costs.append(counted.num_tokens - before)
+    assert told + detokenizer.flush() == text.decode(ids)
+    return costs
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_the_cost_of_a_token_does_not_grow(request, case):
+    kind, *parts = ENDLESS[case]
+    text = request.getfixturevalue(kind)
+    first, again = ([byte_id(text, one) if isinstance(one, int) else text.tokenizer.get_vocab()[one] for one in part]
+                    for part in parts)  # fmt: skip
+    costs = cost_of_tokens(text, first + again * (600 // len(again)))
+    assert max(costs[100:]) <= max(costs[:100]) <= (3 if case == "letters" else 100)
+
+
+def test_nor_does_it_where_no_token_ends_with_a_character():
+    e2, x82, xac_e2 = (Bytes.PIECES.index(piece) for piece in (b"\xe2", b"\x82", b"\xac\xe2"))
+    costs = cost_of_tokens(Bytes(), [e2, x82, *[xac_e2, x82] * 300])
+    assert max(costs[100:]) <= max(costs[:100]) <= 100
 
 
 def test_a_folder_without_tokenizer_is_told(tmp_path):

@@ -56,6 +56,15 @@ class Text:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
+#: UTF-8 has at most four bytes a character (RFC 3629, section 3).
+_MAX_CHARACTER_BYTES = 4
+#: So many characters at the end of a text may be broken only because the rest of their bytes is still to come.
+_MAX_UNFINISHED = _MAX_CHARACTER_BYTES - 1
+#: What is kept of tokens that are no text: the first, and the last; more than twice the last are cut down to that.
+_NUM_FIRST = _MAX_CHARACTER_BYTES
+_NUM_LAST = _MAX_UNFINISHED + _MAX_UNFINISHED * 3
+
+
 class Detokenizer:
     """Text piece by piece: ``push`` returns what a new token adds, holding back halves of a character.
 
@@ -64,6 +73,9 @@ class Detokenizer:
     more of them, which keeps the cost of a token constant::
 
         told, no longer looked at | _front: told | _rest: told up to _num_told characters, the others held back
+
+    Two things would let the rest grow. Tokens that decode to nothing anywhere (special ones that are skipped) are
+    forgotten at once. Of bytes that go on and on without an end that is whole, the middle is (``_shorten``).
 
     One exception: a tokenizer that falls back to single bytes decodes a run of them all or nothing, and a byte that
     spoils a run may come after characters of it have been told. They stay told.
@@ -77,33 +89,53 @@ class Detokenizer:
         self._num_told = 0
 
     def push(self, token: int) -> str:
-        self._rest.append(token)
-        text = self._rest_text()
+        text = self._text_of([*self._rest, token])
         whole = len(text) - _num_unfinished(text)
         piece = text[self._num_told : whole]
+        # A space at the start of a text is nothing there, but two of them are one: it counts for what follows.
+        if not piece and not self._decode([token, token]):
+            return ""
+        self._rest.append(token)
         self._num_told += len(piece)
-        if piece and whole == len(text):
+        if whole == len(text):
             self._move_on()
+        elif len(self._rest) > 2 * _NUM_LAST:
+            self._shorten(held=text[self._num_told :])
         return piece
 
     def flush(self) -> str:
         """Whatever was held back, at the end of the sequence."""
-        piece = self._rest_text()[self._num_told :]
+        piece = self._text_of(self._rest)[self._num_told :]
         self._num_told += len(piece)
         return piece
 
-    def _rest_text(self) -> str:
-        text = self._decode(self._front + self._rest)
+    def _text_of(self, rest: list[int]) -> str:
+        text = self._decode(self._front + rest)
         if text.startswith(self._front_text):
             return text[len(self._front_text) :]
-        return self._decode(self._rest)  # a run of bytes with a half character at its end has lost all its characters
+        return self._decode(rest)  # a run of bytes with a half character at its end has lost all its characters
 
     def _move_on(self) -> None:
-        """Everything is told. A front without any text (a lone space, say) would not do as one."""
-        text = self._decode(self._rest)
-        self._front = self._rest if text else self._front + self._rest
-        self._front_text = text or self._decode(self._front)
+        """Everything is told. A front without any text (a lone space, say) would not do as one: it gets longer."""
+        told, front = self._front + self._rest, self._rest
+        while not (text := self._decode(front)) and len(front) < len(told):
+            front = told[-2 * len(front) :]
+        self._front, self._front_text = front, text
         self._rest, self._num_told = [], 0
+
+    def _shorten(self, *, held: str) -> None:
+        """Forget the middle of a rest that stays without a whole end; ``held`` is what of its text is not told.
+
+        Each of its tokens is a byte at least. The first four spoil a run of bytes for good: had they begun with a
+        character, it would have been told and moved on from. At the end, a lead byte begins anew whatever comes
+        before it, so what follows the last tokens reads the same once at most three of them, a character's other
+        bytes, are misread because of the gap; the others hold the text not told, each broken character of which has
+        at most three bytes.
+        """
+        short = self._rest[:_NUM_FIRST] + self._rest[-_NUM_LAST:]
+        text = self._text_of(short)
+        if text.endswith(held):
+            self._rest, self._num_told = short, len(text) - len(held)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._text.decode(ids, skip_special_tokens=self._skip)
@@ -112,10 +144,9 @@ class Detokenizer:
 def _num_unfinished(text: str) -> int:
     """Characters at the end that may be bytes of a character whose rest is still to come.
 
-    They are decoded as U+FFFD: one for all of them or one for each, by the tokenizer. UTF-8 has at most four bytes a
-    character (RFC 3629, section 3), so at most three can wait for another.
+    They are decoded as U+FFFD: one for all of them or one for each, by the tokenizer.
     """
-    return min(len(text) - len(text.rstrip("\ufffd")), 3)
+    return min(len(text) - len(text.rstrip("\ufffd")), _MAX_UNFINISHED)
 
 
 def stop_ids(folder: Path) -> frozenset[int]:
