@@ -81,13 +81,13 @@ class Case:
     chunk_tokens: int | str | None = None
     kv_tokens: int | None = None
     new_tokens: int = 24
-    every: int = 1
+    every: int = 2
     at_once: bool = True
 
 
 CASES = {
     "alone": Case(at_once=False, new_tokens=NEW_TOKENS, every=4),
-    "batched": Case(new_tokens=NEW_TOKENS),
+    "batched": Case(new_tokens=NEW_TOKENS, every=1),
     "chunks of 16": Case(chunk_tokens=16),
     "chunks of 64": Case(chunk_tokens=64),
     "chunks of 512": Case(chunk_tokens=512),
