@@ -95,7 +95,7 @@ def test_a_broken_line_and_a_request_too_long_fail_alone(tmp_path):
     assert "too long" in done.stderr
     assert "can never fit" in done.stderr
     assert json.loads(done.stdout)["requests"] | {"waited": 0} == {
-        "finished": 2, "failed": 3, "cancelled": 0, "waited": 0,
+        "finished": 2, "failed": 3, "cancelled": 0, "waited": 0, "suspensions": 0,
     }  # fmt: skip
 
 
