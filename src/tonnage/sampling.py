@@ -12,6 +12,8 @@ from tonnage.errors import InvalidSetting
 MAX_LOGPROBS = 20
 #: The most entries of one request's ``logit_bias``.
 MAX_BIASED_TOKENS = 1024
+#: The most stop strings of one request, and characters of all of them together: what looks for them is kept for each.
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 #: Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY].
 MAX_PRIORITY = 1_000_000
 
@@ -178,9 +180,20 @@ class SamplingParams:
         _whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
 
     def _check_stops(self) -> None:
+        for flag in ("ignore_eos", "include_stop", "skip_special_tokens"):
+            if not isinstance(getattr(self, flag), bool):
+                raise InvalidSetting(flag, getattr(self, flag), "neither true nor false", remedy="write true or false")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidSetting("stop", text, "not a string of at least one character", remedy="leave it out")
+        num_characters = sum(map(len, self.stop))
+        if len(self.stop) > MAX_STOPS or num_characters > MAX_STOP_CHARACTERS:
+            raise InvalidSetting(
+                "stop",
+                f"{len(self.stop)} strings of {num_characters} characters",
+                "too much to look for",
+                remedy=f"write at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters in all",
+            )
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
 

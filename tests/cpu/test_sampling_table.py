@@ -51,7 +51,7 @@ def test_each_row_gets_its_own():
     assert rows.draws.top_k.tolist() == [0, 5]
     assert rows.draws.top_p.tolist() == [0.9, 1]
     assert rows.draws.min_p is None
-    expected = uniform(np.array([102, 100], np.uint64), np.array([40, 42]))
+    expected = uniform(np.array([[102], [100]], np.uint64), np.array([[40], [42]]) * 8 + np.arange(8))
     np.testing.assert_array_equal(rows.draws.uniform, expected)
     penalties = rows.penalties
     assert (penalties.rows.tolist(), penalties.slots.tolist()) == ([0], [2])
@@ -109,7 +109,7 @@ def test_seeds_count_modulo_2_to_the_64():
     for slot, seed in enumerate((-5, 2**64 - 5)):
         made.set(slot, SamplingParams(temperature=1.0), seed=seed, stop_ids=(), num_prompt_tokens=1)
     drawn = gathered(made, [0, 1], [3, 3]).draws.uniform
-    assert drawn[0] == drawn[1]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
 
 
 KINDS = [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 3}, PENALISED, {"logit_bias": {1: 1.0, 4: 2.0}},

@@ -269,3 +269,14 @@ def test_a_real_vocabulary_of_byte_pieces():
     told = pieces(text, text.encode(spoken))
     assert "".join(told) == spoken
     assert not any(LOST in piece for piece in told)
+
+
+def test_half_a_surrogate_pair_is_refused_and_told(tiny_llama):
+    from tonnage.engine.text import Text
+    from tonnage.errors import InputError
+
+    text = Text(tiny_llama)
+    with pytest.raises(InputError, match="character 4 is half of a pair"):
+        text.encode("ok \ud83d")
+    with pytest.raises(InputError, match="no valid Unicode"):
+        text.encode_chat([{"role": "user", "content": "\ud83d"}])

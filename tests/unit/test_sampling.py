@@ -153,3 +153,16 @@ def test_child_seeds_are_words_of_splitmix64():
     assert child_seed(12, 0) == 12
     assert child_seed(-1, 3) == child_seed(2**64 - 1, 3)
     assert len({child_seed(seed, index) for seed in range(20) for index in range(20)}) == 400
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop", "skip_special_tokens"])
+@pytest.mark.parametrize("value", ["no", 1, None, []], ids=repr)
+def test_yes_and_no_are_no_other_values(name, value):
+    with pytest.raises(InvalidSetting, match="neither true nor false"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("stop", [["x" * 1025], ["y"] * 65, ["ab" * 300, "cd" * 300]], ids=len)
+def test_stop_strings_are_bounded(stop):
+    with pytest.raises(InvalidSetting, match="1024 characters in all"):
+        SamplingParams(stop=stop)

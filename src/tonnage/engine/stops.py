@@ -122,7 +122,7 @@ class _StopStrings:
                 queue.append(following)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=16)  # some 300 bytes a character of the stop strings, which are few: at most 5 MB
 def _stop_strings(stops: tuple[str, ...]) -> _StopStrings:
     """Made once for all samples and requests that have the same stop strings; never changed afterwards."""
     return _StopStrings(stops)

@@ -35,12 +35,18 @@ class Text:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, prompt: str) -> list[int]:
+        """Token ids of a text. Raises ``InputError`` for one that is no Unicode (half of a surrogate pair)."""
+        _require_unicode(prompt, "The prompt")
         return list(self.tokenizer(prompt)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn. Raises ``InputError``."""
         if not self.has_chat_template:
             raise InputError("This model has no chat template", remedy="send plain prompts (--no-chat)")
+        for message in messages:
+            for part in message.values():
+                if isinstance(part, str):
+                    _require_unicode(part, "A message")
         try:
             made = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
@@ -147,6 +153,16 @@ def _num_unfinished(text: str) -> int:
     They are decoded as U+FFFD: one for all of them or one for each, by the tokenizer.
     """
     return min(len(text) - len(text.rstrip("\ufffd")), _MAX_UNFINISHED)
+
+
+def _require_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{what} is no valid Unicode text: character {error.start + 1} is half of a pair",
+            remedy="send the whole character, or leave it out",
+        ) from None
 
 
 def stop_ids(folder: Path) -> frozenset[int]:

@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 from tonnage.step import Ints
 
+#: Random numbers of one draw: a level of the tree that it walks down takes one.
+NUM_UNIFORM = 8
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -20,8 +23,8 @@ Floats = npt.NDArray[np.float64]
 class Draws:
     """Rows that draw at random; the others take the most probable token.
 
-    ``uniform`` in [0, 1) decides. Filters are None where no row has them: ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0
-    keep everything.
+    ``uniform`` [rows, NUM_UNIFORM] in [0, 1) decides. Filters are None where no row has them: ``top_k`` 0, ``top_p``
+    1 and ``min_p`` 0 keep everything.
     """
 
     rows: Ints

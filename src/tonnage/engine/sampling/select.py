@@ -25,8 +25,8 @@ from tonnage.units import round_up
 _ONE = 2.0**40
 #: The 31 bits of a float32 that is not negative, in digits of at most 11 bits: 2,048 sums a row.
 _DIGIT_BITS = (11, 10, 10)
-#: Tokens in one block of the search for the drawn token: sums of blocks first, then one block.
-_BLOCK_TOKENS = 256
+#: Children of a node in the tree of sums that a draw walks down; ``rows.NUM_UNIFORM`` levels are 2**32 tokens.
+_FAN_OUT = 16
 
 
 def gaps_to_best(logits: torch.Tensor, best: torch.Tensor, temperature: Floats) -> torch.Tensor:
@@ -54,9 +54,9 @@ def limits(gaps: torch.Tensor, draws: Draws) -> torch.Tensor | None:
 
 
 def weights(gaps: torch.Tensor, limit: torch.Tensor | None) -> torch.Tensor:
-    """floor(2**40 * exp(-gap)), 0 beyond ``limit``: int64 [rows, V rounded up to whole blocks], 0 there as well."""
+    """floor(2**40 * exp(-gap)), 0 beyond ``limit``: int64 [rows, V rounded up to whole nodes], 0 there as well."""
     size = gaps.shape[1]
-    fixed = gaps.new_empty((gaps.shape[0], round_up(size, _BLOCK_TOKENS)), dtype=torch.int64)
+    fixed = gaps.new_empty((gaps.shape[0], round_up(size, _FAN_OUT)), dtype=torch.int64)
     fixed[:, size:] = 0
     share = gaps.neg().exp_()
     if limit is not None:
@@ -84,17 +84,27 @@ def nearest(gaps: torch.Tensor, weight: torch.Tensor, need: torch.Tensor) -> tor
 
 
 def draw(weight: torch.Tensor, uniform: Floats) -> torch.Tensor:
-    """One token a row, int64 [rows, 1], with probability weight / sum: the inverse of the distribution function."""
-    num_rows = weight.shape[0]
-    blocks = weight.view(num_rows, -1, _BLOCK_TOKENS)
-    sums = blocks.sum(-1)
-    upto = sums.cumsum(-1)
-    total = upto[:, -1:]
-    target = (column(uniform, weight.device) * total).to(torch.int64).minimum(total - 1)
-    block = _first_above(upto, target)
-    target -= (upto - sums).gather(1, block)
-    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, _BLOCK_TOKENS)).squeeze(1)
-    return block * _BLOCK_TOKENS + _first_above(inside.cumsum(-1), target)
+    """One token a row, int64 [rows, 1], with probability weight / sum: a walk down a tree of sums, its root on top.
+
+    Each level takes a number of its own, ``uniform`` [rows, at least as many as levels]. One number for the whole
+    vocabulary would do as well, but the logits differ in the last bits from batch to batch, which moves every border
+    of a distribution function by more than an improbable token is wide: the same request would draw another one of
+    them now and then. Here a border moves by its share of one node's weight alone.
+    """
+    levels = [weight]
+    while levels[-1].shape[1] > _FAN_OUT:
+        levels[-1] = torch.nn.functional.pad(levels[-1], (0, -levels[-1].shape[1] % _FAN_OUT))
+        levels.append(levels[-1].unflatten(1, (-1, _FAN_OUT)).sum(-1))
+    numbers = torch.from_numpy(np.ascontiguousarray(uniform)).to(weight.device)
+    node = weight.new_zeros((weight.shape[0], 1))
+    for level, sums in enumerate(reversed(levels)):
+        first = node * _FAN_OUT
+        children = first + torch.arange(min(_FAN_OUT, sums.shape[1]), device=weight.device)
+        upto = sums.gather(1, children).cumsum(-1)
+        total = upto[:, -1:]
+        target = (numbers[:, level : level + 1] * total).to(torch.int64).minimum(total - 1)
+        node = first + _first_above(upto, target)
+    return node
 
 
 def pick(tensor: torch.Tensor, rows: Ints) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.engine.sampling.random import Words, uniform
-from tonnage.engine.sampling.rows import Draws, Edits, Floats, Penalties, SamplingRows, Tops
+from tonnage.engine.sampling.rows import NUM_UNIFORM, Draws, Edits, Floats, Penalties, SamplingRows, Tops
 from tonnage.sampling import SamplingParams
 from tonnage.step import Ints
 
@@ -87,7 +87,7 @@ class SamplingTable:
         of = slots[rows]
         return Draws(
             rows=rows,
-            uniform=uniform(self._seed[of], positions[rows]),
+            uniform=uniform(self._seed[of, None], positions[rows, None] * NUM_UNIFORM + np.arange(NUM_UNIFORM)),
             temperature=self._temperature[of],
             top_k=self._top_k[of] if anything & _TOP_K else None,
             top_p=self._top_p[of] if anything & _TOP_P else None,
