@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import string
+import subprocess
+import sys
 import threading
 import time
 from contextlib import aclosing
@@ -419,3 +421,25 @@ def test_an_idle_engine_waits_for_its_next_job(own, monkeypatch):
             assert looks[-1] is True
 
     asyncio.run(main())
+
+
+LEFT_OPEN = """
+import asyncio, sys
+from tonnage import AsyncLLM, SamplingParams
+
+async def main():
+    llm = AsyncLLM(sys.argv[1], memory="320MiB", max_seq_len=256, fence=False)
+    await llm.start()
+    stream = llm.stream("Hello", SamplingParams(max_tokens=200, ignore_eos=True))
+    await anext(aiter(stream))
+    raise RuntimeError("nobody closes it")
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_left_open_ends_with_the_interpreter(tiny_llama):
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN, str(tiny_llama)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "nobody closes it" in done.stderr
+    assert "terminate called" not in done.stderr

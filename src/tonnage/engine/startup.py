@@ -265,6 +265,9 @@ class _Startup:
         try:
             self.claims = managers.dispatcher.claims(self.target.limits)
             yield Prober(self.executor, managers, limits=limits, vocab_size=self.target.config.vocab_size, known=known)
+        except BaseException as error:
+            release_frames(error)  # those of an interrupted step hold tensors over what is closed now
+            raise
         finally:
             managers.dispatcher.close()
 

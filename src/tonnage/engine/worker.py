@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -68,6 +70,8 @@ class Worker:
             future.set_running_or_notify_cancel()  # who waits for it may be cancelled, it may not
         self.thread = threading.Thread(target=self._run, args=(options,), name="tonnage engine", daemon=True)
         self.thread.start()
+        # A thread that is inside a kernel when the interpreter goes takes the process with it (SIGABRT).
+        atexit.register(_stop, weakref.ref(self))
 
     # -- called from any thread
 
@@ -167,6 +171,14 @@ class Worker:
             self.ended.set_result(None)
         else:
             self.ended.set_exception(fault)
+
+
+def _stop(dropped: weakref.ref[Worker]) -> None:
+    """At the interpreter's end: the step at hand is finished, the memory given back."""
+    worker = dropped()
+    if worker is not None:
+        worker.close()
+        worker.thread.join()
 
 
 def _closed() -> TonnageError:
