@@ -53,12 +53,16 @@ class WorkloadOptions:
         }
         return workload(
             self.workload,
-            num_requests=None if self.requests is None else parse_count(self.requests, knob="--requests"),
+            num_requests=None if self.requests is None else _num_requests(self.requests),
             scale=_positive(self.scale, "--scale") or Fraction(1),
             rate_per_second=_positive(self.rate, "--rate"),
             seed=opt.read_count(self.seed, "--seed", 0, allow_zero=True),
             **spans,
         )
+
+
+#: Of rates, scales and numbers of requests: beyond these a run neither ends nor means anything.
+LEAST, MOST = Fraction(1, 1000), 1_000_000
 
 
 @grouped
@@ -124,6 +128,13 @@ def _measured(
             return measured, engine.result()
 
 
+def _num_requests(text: str) -> int:
+    count = parse_count(text, knob="--requests")
+    if count > MOST:
+        raise InvalidSetting("--requests", text, f"more than {MOST:,}", remedy=f"write at most {MOST}")
+    return count
+
+
 def _positive(text: opt.Text, flag: str) -> Fraction | None:
     """An exact number above 0, such as 0.5, 1/8 or 25%."""
     if text is None:
@@ -135,4 +146,6 @@ def _positive(text: opt.Text, flag: str) -> Fraction | None:
         raise InvalidSetting(flag, text, "not a number", remedy=remedy) from None
     if value <= 0:
         raise InvalidSetting(flag, text, "not above 0", remedy=remedy)
+    if not LEAST <= value <= MOST:
+        raise InvalidSetting(flag, text, f"outside {float(LEAST):g} to {MOST:,}", remedy=remedy)
     return value

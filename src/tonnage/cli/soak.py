@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DEFAULT_REQUESTS = 2000
 #: The stub's pool where nothing was asked: small beside its batch, so that requests wait and are suspended.
 STUB_KV_TOKENS, STUB_MAX_SEQ_LEN, STUB_END_PROBABILITY = 8192, 1024, 0.01
+#: The mix has short prompts and long ones.
+LEAST_SEQ_LEN = 32
 _STUB_KNOWS = ("--kv-tokens", "--block-tokens", "--admission")
 
 
@@ -53,6 +55,11 @@ def soak(
     settings = opt.engine_settings(model or "stub", memory, pool, serving)
     if stub:
         _refuse_money(settings)
+    length = settings["limit_knobs"].max_seq_len
+    if length.is_set and length.or_else(0) < LEAST_SEQ_LEN:
+        raise InvalidSetting(
+            "--max-seq-len", length.text, "too short for a mix", remedy=f"write {LEAST_SEQ_LEN} or more"
+        )
     number = opt.read_count(seed, "--seed", 0, allow_zero=True)
     is_over, total = _end(requests, minutes)
     report = _soaked(settings, is_over, total, seed=number, is_stub=stub)
