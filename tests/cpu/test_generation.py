@@ -93,7 +93,7 @@ CASES = {
     "chunks of 512": Case(chunk_tokens=512),
     "whole prompts": Case(chunk_tokens="none"),
     # A pool for two of the longest: sequences that were let in on small expectations are suspended and come back.
-    "suspended": Case(kv_tokens=1536, new_tokens=48),
+    "suspended": Case(kv_tokens=1536, new_tokens=48, every=1),
 }
 
 
