@@ -11,6 +11,7 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Generic, TypeVar
 
+from tonnage.errors import InvalidSetting
 from tonnage.units import MiB
 
 T = TypeVar("T")
@@ -59,6 +60,14 @@ DEFAULT_MAX_BATCH_SIZE = 256
 DEFAULT_MAX_NUM_TOKENS = 8192
 #: How requests are admitted to the KV cache; the first is the default.
 ADMISSION_POLICIES = ("optimistic", "reserve_all")
+
+
+def parse_admission(value: object, *, knob: str = "admission") -> str:
+    """The name of a policy; "reserve-all" and capitals are fine. Raises ``InvalidSetting``."""
+    name = value.strip().lower().replace("-", "_") if isinstance(value, str) else ""
+    if name not in ADMISSION_POLICIES:
+        raise InvalidSetting(knob, value, "no such policy", remedy=f"write {' or '.join(ADMISSION_POLICIES)}")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,6 +248,34 @@ def test_a_prompt_that_may_not_be_cut_and_finds_no_memory_fails_and_blocks_nobod
     }
 
 
+def test_a_prompt_that_may_not_be_cut_is_not_forgotten_while_steps_are_small(monkeypatch):
+    """Nothing else runs, and for some steps it is too long for what a step may take: its turn comes all the same."""
+    engine = stub_engine(kv_tokens=2000, max_seq_len=400, max_batch_size=4, max_num_tokens=200, chunk_tokens="none")
+    engine.submit(engine.request("first", SamplingParams(max_tokens=1), token_ids=[1] * 60))
+    Broken(monkeypatch, type(engine._runtime), "launch", MemoryError("no"))
+    engine.submit(engine.request("second", SamplingParams(max_tokens=2), token_ids=[1] * 120))
+    done = drain(engine)
+    assert done["second"].finish_reason in (Finish.LENGTH, Finish.ERROR)
+    engine.submit(engine.request("small", SamplingParams(max_tokens=1), token_ids=[1] * 10))
+    drain(engine)
+    Broken(monkeypatch, type(engine._runtime), "launch", MemoryError("no"))
+    engine.submit(engine.request("tiny", SamplingParams(max_tokens=1), token_ids=[1] * 8))
+    drain(engine)
+    engine.submit(engine.request("whole", SamplingParams(max_tokens=2), token_ids=[1] * 190))
+    assert drain(engine)["whole"].finish_reason is Finish.LENGTH
+
+
+def test_a_step_inside_a_step_is_refused():
+    """From a callback as from another thread; the request whose callback tries it fails, and nobody else."""
+    engine = stub_engine(kv_tokens=800, max_seq_len=400, max_batch_size=4, max_num_tokens=64)
+    params = SamplingParams(max_tokens=3)
+    engine.submit(engine.request("bad", params, token_ids=[1, 2], on_delta=lambda _: engine.step()))
+    engine.submit(engine.request("good", params, token_ids=[1, 2]))
+    done = drain(engine)
+    assert "in the middle of a step" in done["bad"].error
+    assert done["good"].finish_reason is Finish.LENGTH
+
+
 def test_after_running_out_of_memory_steps_stay_small_for_a_while(monkeypatch):
     """Or every step of a long prompt would be computed twice, and counted as one more defect."""
     engine = stub_engine(kv_tokens=20000, max_seq_len=8192, max_batch_size=4, max_num_tokens=200)

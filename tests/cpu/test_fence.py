@@ -87,3 +87,30 @@ def test_fences_of_two_engines_may_be_lifted_in_any_order():
     done = subprocess.run([sys.executable, "-c", TWO], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["narrow stands True", "as before True"]
+
+
+SECOND = """
+import sys
+from tonnage import LLM
+from tonnage.errors import UserError
+
+options = {"memory": "320MiB", "max_seq_len": 64, "max_batch_size": 4, "max_num_tokens": 32}
+first = LLM(sys.argv[1], **options)
+try:
+    LLM(sys.argv[1], **options)
+except UserError as error:
+    print(error)
+print(first.generate("a")[0].samples[0].finish_reason)
+first.close()
+with LLM(sys.argv[1], **options) as second:
+    print(second.generate("a")[0].samples[0].finish_reason)
+"""
+
+
+def test_a_second_engine_beside_one_with_a_hard_cap_is_refused_by_name(tiny_llama):
+    done = subprocess.run([sys.executable, "-c", SECOND, str(tiny_llama)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told, first, second = done.stdout.splitlines()
+    assert "Another engine in this process" in told
+    assert "fence=False" in told
+    assert {first, second} <= {"length", "stop"}

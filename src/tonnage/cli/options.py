@@ -8,15 +8,11 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
-from tonnage.config import Knobs, LimitKnobs, Setting
-from tonnage.errors import InvalidSetting
+from tonnage.config import Knobs, LimitKnobs, Setting, parse_admission
 from tonnage.units import parse_bytes, parse_count, parse_fraction
 
 T = TypeVar("T")
 Text: TypeAlias = str | None
-
-#: Who may start when: see ``resources/admission.py``.
-ADMISSION_POLICIES = ("optimistic", "reserve_all")
 
 
 def option(flag: str, metavar: str, told: str) -> typer.models.OptionInfo:
@@ -110,7 +106,7 @@ class ServingOptions:
 
     def admission_setting(self) -> Setting[str]:
         """Raises ``InvalidSetting`` for a policy that there is not."""
-        return setting(self.admission, "--admission", _policy)
+        return setting(self.admission, "--admission", parse_admission)
 
     def keywords(self) -> dict[str, Any]:
         """What ``EngineOptions`` is given beside its knobs. Raises ``InvalidSetting``."""
@@ -145,10 +141,3 @@ def read_bytes(text: Text, flag: str) -> int | None:
 def read_count(text: Text, flag: str, default: int, *, allow_zero: bool = False) -> int:
     """A whole number, ``default`` where the flag was not given. Raises ``InvalidSetting``."""
     return default if text is None else parse_count(text, knob=flag, allow_zero=allow_zero)
-
-
-def _policy(text: str, *, knob: str) -> str:
-    name = text.strip().lower().replace("-", "_")
-    if name not in ADMISSION_POLICIES:
-        raise InvalidSetting(knob, text, "no such policy", remedy=f"write {' or '.join(ADMISSION_POLICIES)}")
-    return name

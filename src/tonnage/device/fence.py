@@ -30,6 +30,11 @@ def raise_fence(room_bytes: int, *, least_bytes: int) -> int:
     return name
 
 
+def is_fenced() -> bool:
+    """Whether a fence stands in this process: all that is taken from now on must fit inside it."""
+    return bool(_standing)
+
+
 def lift_fence(name: int) -> None:
     """Take one fence down, in any order; the last one gives back the limit that was there before the first."""
     with _lock:

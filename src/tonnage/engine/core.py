@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,7 +25,7 @@ from tonnage.engine.runtime import Runtime
 from tonnage.engine.scheduler import Scheduled, Scheduler
 from tonnage.engine.stops import TextStream
 from tonnage.engine.text import Message, Text
-from tonnage.errors import InputError, RequestRefused, TonnageError
+from tonnage.errors import InputError, RequestRefused, TonnageError, UserError
 from tonnage.report import RunResult, StageRecord
 from tonnage.sampling import SamplingParams
 from tonnage.step import Txn, Veto
@@ -80,7 +82,8 @@ class Engine:
         self._num_waited = self._prompt_tokens = self._generated_tokens = 0
         self._num_steps = 0
         self._culprits: Counter[str] = Counter()
-        self._careful_until = self._careful_tokens = 0
+        self._careful_steps = self._careful_tokens = 0
+        self._in_step = threading.Lock()
         self._serving_ns = 0
         self._settled_ns = time.monotonic_ns()
 
@@ -166,9 +169,10 @@ class Engine:
         A step that runs out of memory is rolled back and tried once more, smaller, and counted as a defect. Any other
         failure, or a second one, fails the requests of that step, and the engine goes on.
         ``KeyboardInterrupt`` comes after the step; what it finished is then returned by the next call.
+        Raises ``UserError`` if another thread is in a step, or this one is.
         """
         began = time.monotonic_ns()
-        with deferred_interrupts():
+        with deferred_interrupts(), self._alone():
             try:
                 self.ledger.step(self._num_steps)
                 self._step()
@@ -178,13 +182,26 @@ class Engine:
         # On one line: an interrupt comes before it and they stay for the next call, or after it and they are told.
         return (self._completions.copy(), self._completions.clear())[0]  # type: ignore[func-returns-value]
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One step at a time: two threads, or a callback that steps, would see each other's requests half moved."""
+        if not self._in_step.acquire(blocking=False):
+            raise UserError(
+                "This engine is in the middle of a step",
+                remedy="use it from one thread, and not from its own callbacks; AsyncLLM serves many at once",
+            )
+        try:
+            yield
+        finally:
+            self._in_step.release()
+
     def _step(self) -> None:
         failed = self._attempt(self._step_limit(), is_last=False)
         if failed is not None:
             # Out here the exception and its frames are gone, and with them the tensors of the failed step.
             if failed.is_out_of_memory:
                 self._runtime.drain()
-                self._careful_until, self._careful_tokens = self._num_steps + CAREFUL_STEPS, failed.retry_tokens
+                self._careful_steps, self._careful_tokens = CAREFUL_STEPS, failed.retry_tokens
             self._attempt(failed.retry_tokens, is_last=True)
             self._fail_uncut(failed)
         if time.monotonic_ns() - self._settled_ns > SETTLE_EVERY_NS:
@@ -192,9 +209,15 @@ class Engine:
             self._settled_ns = time.monotonic_ns()
 
     def _step_limit(self) -> int:
-        """Tokens of the next step: fewer for some steps after one that ran out of memory, or each would run twice."""
+        """Tokens of the next step: fewer for some steps after one that ran out of memory, or each would run twice.
+
+        Steps that find nothing small enough count as well, so that a prompt that may not be cut gets its turn again.
+        """
         limit = self.plan.limits.max_num_tokens
-        return min(limit, self._careful_tokens) if self._num_steps < self._careful_until else limit
+        if not self._careful_steps:
+            return limit
+        self._careful_steps -= 1
+        return min(limit, self._careful_tokens)
 
     def _attempt(self, max_tokens: int, *, is_last: bool) -> _Failed | None:
         """One transaction. Returns what failed if it may be tried again, unless this ``is_last``."""

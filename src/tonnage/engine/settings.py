@@ -10,11 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
-from tonnage.config import Knobs, LimitKnobs, Origin, Setting
+from tonnage.config import Knobs, LimitKnobs, Origin, Setting, parse_admission
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 from tonnage.engine.options import EngineOptions
 from tonnage.errors import InvalidSetting
-from tonnage.resources.admission import ADMISSIONS
 from tonnage.units import parse_bytes, parse_count, parse_fraction
 
 if TYPE_CHECKING:
@@ -65,12 +64,6 @@ class Options(TypedDict, total=False):
     fence: bool | None
 
 
-def _parse_admission(text: str, *, knob: str) -> str:
-    if text not in ADMISSIONS:
-        raise InvalidSetting(knob, text, "no such policy", remedy=f"write {' or '.join(ADMISSIONS)}")
-    return text
-
-
 _KNOBS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "total_bytes": parse_bytes,
@@ -80,7 +73,7 @@ _KNOBS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "kv_tokens": parse_count,
         "kv_dtype": parse_dtype,
         "block_tokens": parse_count,
-        "admission": _parse_admission,
+        "admission": parse_admission,
     }
 )
 _LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens")

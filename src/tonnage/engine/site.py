@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable
 
 from tonnage.buffers import Stream, VirtualArena
-from tonnage.device.fence import lift_fence, raise_fence
+from tonnage.device.fence import is_fenced, lift_fence, raise_fence
 from tonnage.device.host import HostDriver
 from tonnage.device.machine import host_memory
 from tonnage.device.process import process_memory, settle_heap, trim_heap
-from tonnage.errors import BufferInUse, DoesNotFit, DriverError, DriverUnsupported, InvalidSetting
+from tonnage.errors import BufferInUse, DoesNotFit, DriverError, DriverUnsupported, InvalidSetting, UserError
 from tonnage.hardware import Card, host_card
 from tonnage.ledger import Account, Ledger
 from tonnage.terms import Chip, How, LineKind, MemoryKind, Quantity, Reading, Source
@@ -28,6 +28,12 @@ class Site:
     """The host device, opened. What the process holds at this moment, after its imports, is the host's overhead."""
 
     def __init__(self, memory_bytes: int | None, *, index: int, make_driver: Callable[[int], HostDriver]) -> None:
+        if is_fenced():
+            raise UserError(
+                "Another engine in this process holds a hard cap on all of its memory, and this one would have to live "
+                "inside it",
+                remedy="close that one first, or start both with fence=False",
+            )
         capacity = _checked_capacity(memory_bytes)
         self.driver = make_driver(capacity)
         self.stream = Stream(self.driver)

@@ -11,7 +11,7 @@ from fractions import Fraction
 import tonnage
 from tonnage.budget.plan import PlanInputs, plan
 from tonnage.budget.search import largest
-from tonnage.config import ADMISSION_POLICIES, DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
+from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits, parse_admission
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import kv_layout
 from tonnage.errors import DoesNotFit, InvalidSetting
@@ -98,7 +98,7 @@ def check_knobs(knobs: Knobs) -> None:
         if name == "kv_fraction":
             _check_fraction(setting.value)
         elif name == "admission":
-            _check_admission(setting.value)
+            parse_admission(setting.value)
         elif name != "kv_dtype":
             _check_size(name, setting.value, least=0 if name == "keep_free_bytes" else 1)
 
@@ -106,11 +106,6 @@ def check_knobs(knobs: Knobs) -> None:
 def _check_fraction(value: object) -> None:
     if not isinstance(value, Fraction | int) or not 0 < value <= 1:
         raise InvalidSetting("kv_fraction", value, "outside 0 < share <= 1", remedy="write a share such as 0.9 or 9/10")
-
-
-def _check_admission(value: object) -> None:
-    if value not in ADMISSION_POLICIES:
-        raise InvalidSetting("admission", value, "no such policy", remedy=f"write {' or '.join(ADMISSION_POLICIES)}")
 
 
 def _check_size(name: str, value: object, *, least: int) -> None:
