@@ -307,3 +307,15 @@ def test_random_prompts_do_not_move_the_global_generator():
     before = random.getstate()
     workload("uniform", rate_per_second=Fraction(1)).prompt(0, 300)
     assert random.getstate() == before
+
+
+def test_a_run_that_is_stopped_gives_what_there_is_and_leaves_nothing_behind():
+    timed, steps = Timed(max_batch_size=2), []
+    drawn = workload("batch32", input_tokens=Span(20, 20), output_tokens=Span(10, 10))
+    found = timed.measure(drawn, on_step=lambda _: steps.append(1), is_stopped=lambda: len(steps) >= 25)
+    finishes = [sample.finish for sample in found.requests]
+    assert finishes.count("length") >= 2
+    assert finishes.count("cancelled") >= 28
+    assert timed.engine.progress().kv_used_tokens == 0
+    told = figures(found)
+    assert told.requests * found.elapsed_us / 10**6 == pytest.approx(finishes.count("length"))

@@ -306,3 +306,16 @@ def test_the_mix_has_everything_in_it():
     for name in ("cancel_after_steps", "cancels_at_delta", "raises_at_delta"):
         assert len({getattr(ask, name) for ask in asks}) > 3, name
     assert len({mix.quiet_steps() for _ in range(200)}) > 5
+
+
+@pytest.mark.parametrize("most_steps", [0, 7, 150])
+def test_a_soak_that_is_stopped_judges_what_there_was(most_steps):
+    steps = []
+    with stub_engine(**TIGHT) as engine:
+        report = Soak(
+            engine, make_mix(engine, 1), is_over=lambda *_: False, has_sampler=False,
+            on_step=lambda _: steps.append(1), is_stopped=lambda: len(steps) >= most_steps,
+        ).run()  # fmt: skip
+        assert engine.progress().kv_used_tokens == 0
+    assert report.is_good, "\n".join(report.told)
+    assert most_steps <= len(steps) < most_steps + 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -31,12 +32,23 @@ class Measured:
         self.params: Any = None
         self.num_warmup: Any = None
         self.error: str | None = None
+        self.signal: int | None = None  # sent while it measures
 
     def __call__(
-        self, engine: FakeEngine, workload: Workload, *, params: SamplingParams, num_warmup: int, on_step: Any
+        self,
+        engine: FakeEngine,
+        workload: Workload,
+        *,
+        params: SamplingParams,
+        num_warmup: int,
+        on_step: Any,
+        is_stopped: Any,
     ) -> Measurement:
         self.workload, self.params, self.num_warmup = workload, params, num_warmup
         on_step(1)
+        if self.signal is not None:
+            signal.raise_signal(self.signal)
+            assert is_stopped()
         sample = Sample(
             id="job-0", num_input_tokens=1000, num_output_tokens=250, arrival_us=0, first_token_us=20_000,
             gaps_us=[4000] * 249, end_us=1_016_000, finish="length", error=self.error,
@@ -106,13 +118,26 @@ def test_a_request_that_failed_is_an_exit_code(tonnage: Program, engine: FakeEng
     assert "0 finished, 1 failed" in ended.out
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_until_an_interrupt_is_kept(
+    tonnage: Program, engine: FakeEngine, measured: Measured, tmp_path: Path, number: int
+) -> None:
+    measured.signal = number
+    ended = tonnage("bench", "m", "--workload", "batch32", "--output", tmp_path / "b.json")
+    assert ended.code == 128 + number
+    assert "interrupted: 1 of 32 requests had finished" in ended.err
+    assert json.loads((tmp_path / "b.json").read_text())["schema"] == "tonnage.bench/1"
+
+
 class Soaked:
     """Stands in for ``Soak``: keeps what it was made with, gives a report made by hand."""
 
     broken = 0
 
-    def __init__(self, engine: Any, mix: Any, *, is_over: Any, has_sampler: bool, on_step: Any) -> None:
-        Soaked.last = self
+    def __init__(
+        self, engine: Any, mix: Any, *, is_over: Any, has_sampler: bool, on_step: Any, is_stopped: Any
+    ) -> None:
+        Soaked.last, self.is_stopped = self, is_stopped
         self.engine, self.mix, self.is_over, self.has_sampler = engine, mix, is_over, has_sampler
         on_step(1)
 

@@ -71,13 +71,15 @@ def measure(
     clock_ns: Callable[[], int] = time.monotonic_ns,
     sleep: Callable[[float], None] = time.sleep,
     on_step: Callable[[int], None] = lambda _: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Measurement:
     """Serve ``workload`` and time it; ``params`` but for max_tokens and seed are every request's.
 
     The first ``num_warmup`` jobs are served once before, untimed. ``on_step`` hears how many requests have ended.
+    Once ``is_stopped``, what is left is cancelled, and the measurement holds what there is.
     Raises ``InputError``, before anything runs, where the engine can never serve one of the jobs.
     """
-    run = _Run(engine, workload, params, clock_ns, sleep, on_step)
+    run = _Run(engine, workload, params, clock_ns, sleep, on_step, is_stopped)
     run.warm_up(num_warmup)
     return run.measured()
 
@@ -100,9 +102,10 @@ class _Run:
         clock_ns: Callable[[], int],
         sleep: Callable[[float], None],
         on_step: Callable[[int], None],
+        is_stopped: Callable[[], bool],
     ) -> None:
         self._engine, self._workload, self._params = engine, workload, params
-        self._clock_ns, self._sleep, self._on_step = clock_ns, sleep, on_step
+        self._clock_ns, self._sleep, self._on_step, self._is_stopped = clock_ns, sleep, on_step, is_stopped
         self._live: dict[str, _Live] = {}
         self._samples: list[Sample] = []
         self._num_own_left = len(workload.jobs)
@@ -115,14 +118,14 @@ class _Run:
     def warm_up(self, num_jobs: int) -> None:
         for number in range(min(num_jobs, len(self._workload.jobs))):
             self._engine.submit(self._request(number, name="warm-up"))
-        while self._engine.has_work:
+        while self._engine.has_work and not self._is_stopped():
             self._engine.step()
 
     def measured(self) -> Measurement:
         suspended = self._engine.progress().num_suspensions
         self._began_ns = self._clock_ns()
         due = deque(zip((job.arrival_us for job in self._workload.jobs), self._requests, strict=True))
-        while due or self._num_own_left:
+        while (due or self._num_own_left) and not self._is_stopped():
             while due and due[0][0] <= self._now_us():
                 arrival, request = due.popleft()
                 self._submit(request, arrival)
@@ -220,9 +223,9 @@ class _Run:
         self._num_own_left -= not sample.is_interrupting
 
     def _cancel_rest(self) -> None:
-        """An interrupting prompt that nobody is left to be interrupted by."""
+        """An interrupting prompt that nobody is left to be interrupted by; all, where the run was stopped."""
         for request_id in self._live:
             self._engine.cancel(request_id)
-        while self._engine.has_work:
+        while self._engine.has_work and self._live:
             for completion in self._engine.step():
                 self._end(completion, self._now_us())

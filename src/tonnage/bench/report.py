@@ -50,6 +50,7 @@ def percentile(ordered: Sequence[int], percent: int) -> int:
 def figures(measured: Measurement) -> Figures:
     """The workload's own requests; prompts that came between count for nothing but their time to first token."""
     own = [sample for sample in measured.requests if sample.error is None]
+    ended = [sample for sample in own if sample.finish != "cancelled"]  # all, unless the run was stopped
     seconds = max(measured.elapsed_us, 1) / 10**6
     output, prompt = sum(s.num_output_tokens for s in own), sum(s.num_input_tokens for s in own)
     between = [gap for sample in own for gap in sample.gaps_us]
@@ -57,7 +58,7 @@ def figures(measured: Measurement) -> Figures:
     quantities = {
         "time_to_first_token": _first_tokens(own),
         "time_between_tokens": between + interrupted,
-        "end_to_end": [sample.end_us - sample.arrival_us for sample in own],
+        "end_to_end": [sample.end_us - sample.arrival_us for sample in ended],
     }
     if interrupted:
         quantities |= {
@@ -69,7 +70,7 @@ def figures(measured: Measurement) -> Figures:
         output_tokens=output / seconds,
         input_tokens=prompt / seconds,
         total_tokens=(output + prompt) / seconds,
-        requests=len(own) / seconds,
+        requests=len(ended) / seconds,
         percentiles_us={name: _percentiles(values) for name, values in quantities.items()},
     )
 

@@ -74,7 +74,8 @@ class SoakReport:
 
 
 class Soak:
-    """Sends ``mix`` to ``engine`` until ``is_over(num_asked, seconds)`` says so, then lets everything end.
+    """Sends ``mix`` to ``engine`` until ``is_over(num_asked, seconds)`` says so, then lets everything end; once
+    ``is_stopped`` it cancels what is left, and judges what there was.
 
     The clock decides only when to stop; what is asked when is decided by steps and ``mix.seed``, so a run of a number
     of requests repeats itself exactly where the engine does.
@@ -88,9 +89,12 @@ class Soak:
         is_over: Callable[[int, float], bool],
         has_sampler: bool = True,
         on_step: Callable[[int], None] = lambda _: None,
+        is_stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._mix, self._is_over, self._on_step, self._clock = engine, mix, is_over, on_step, clock
+        self._engine, self._mix, self._on_step, self._clock = engine, mix, on_step, clock
+        self._is_stopped = is_stopped
+        self._is_over: Callable[[int, float], bool] = lambda asked, passed: is_stopped() or is_over(asked, passed)
         self._rng = random.Random(mix.seed ^ 0x50AC)
         self._limits = inside.oracle_limits(engine)
         self._oracle = Oracle(self._limits)
@@ -185,6 +189,9 @@ class Soak:
         self._check_held()
 
     def _step(self) -> None:
+        if self._is_stopped():
+            for request_id in [name for name in self._open if name not in self._cancelled]:
+                self._cancel(request_id)
         for request_id in self._due.pop(self._num_steps, ()):
             self._cancel(request_id)
         self._num_steps += 1

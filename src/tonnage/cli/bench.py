@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
+from tonnage.cli.interrupt import Stop, noted_interrupts
 from tonnage.cli.rooms import engine_room
 from tonnage.cli.sampling import ChoiceOptions
 from tonnage.errors import InvalidSetting, UserError
@@ -92,7 +93,7 @@ def bench(
 
     if output is not None:
         check_writable(output, force=force, flag="--output")
-    measured, result = _measured(settings, drawn, given, num_warmup)
+    measured, result, stop = _measured(settings, drawn, given, num_warmup)
 
     from tonnage.bench.report import bench_document, show_bench, text_of
     from tonnage.report.draw import console_for
@@ -104,12 +105,16 @@ def bench(
         print(text, end="")
     else:
         show_bench(measured, result, console_for(sys.stdout))
+    if stop:
+        num_ended = sum(sample.finish not in (None, "cancelled") for sample in measured.requests)
+        print(f"interrupted: {num_ended} of {len(drawn.jobs)} requests had finished", file=sys.stderr)
+        return stop.exit_code
     return int(measured.num_failed > 0)
 
 
 def _measured(
     settings: dict[str, Any], drawn: Workload, given: dict[str, Any], num_warmup: int
-) -> tuple[Measurement, RunResult]:
+) -> tuple[Measurement, RunResult, Stop]:
     from tonnage.bench.measure import GREEDY, measure
     from tonnage.cli.display import make_display
 
@@ -118,14 +123,16 @@ def _measured(
         start, options = engine_room("bench")
         with closing(start(options(**settings), on_stage=display.stage)) as engine:
             display.begin(len(drawn.jobs))
-            measured = measure(
-                engine,
-                drawn,
-                params=replace(GREEDY, **given),
-                num_warmup=num_warmup,
-                on_step=lambda done: display.step(engine.progress(), done=done),
-            )
-            return measured, engine.result()
+            with noted_interrupts() as stop:
+                measured = measure(
+                    engine,
+                    drawn,
+                    params=replace(GREEDY, **given),
+                    num_warmup=num_warmup,
+                    on_step=lambda done: display.step(engine.progress(), done=done),
+                    is_stopped=lambda: bool(stop),
+                )
+            return measured, engine.result(), stop
 
 
 def _num_requests(text: str) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: A process ended by signal n exits with this much more.
+SIGNAL_EXIT = 128
 
 
 @dataclass(slots=True)
@@ -18,6 +20,10 @@ class Stop:
 
     number: int = 0
     leaving: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        return SIGNAL_EXIT + self.number
 
     def __bool__(self) -> bool:
         return bool(self.number)

@@ -12,6 +12,7 @@ import typer
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
+from tonnage.cli.interrupt import SIGNAL_EXIT
 from tonnage.cli.rooms import engine_room
 from tonnage.cli.sampling import SamplingOptions
 from tonnage.errors import InputError, TonnageError, UserError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from tonnage.report import RunResult
 
 #: A shell tells "ended by signal N" by this much more than N.
-SIGNAL_EXIT = 128
 #: Failures told one by one on stderr; ``--output`` holds them all.
 NUM_FAILURES_TOLD = 20
 #: Characters of a completion that are shown when the requests came from a file.

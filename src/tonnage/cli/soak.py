@@ -11,6 +11,7 @@ import typer
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
+from tonnage.cli.interrupt import Stop, noted_interrupts
 from tonnage.cli.rooms import engine_room, stub_room
 from tonnage.errors import InvalidSetting, UserError
 
@@ -62,7 +63,7 @@ def soak(
         )
     number = opt.read_count(seed, "--seed", 0, allow_zero=True)
     is_over, total = _end(requests, minutes)
-    report = _soaked(settings, is_over, total, seed=number, is_stub=stub)
+    report, stop = _soaked(settings, is_over, total, seed=number, is_stub=stub)
 
     from tonnage.bench.report import show_soak, soak_document, text_of
     from tonnage.report.draw import console_for
@@ -71,6 +72,9 @@ def soak(
         print(text_of(soak_document(report, seed=number, command=["tonnage", *sys.argv[1:]])), end="")
     else:
         show_soak(report, console_for(sys.stdout))
+    if stop and report.is_good:
+        print("interrupted: the verdict is about what was asked until then", file=sys.stderr)
+        return stop.exit_code
     return int(not report.is_good)
 
 
@@ -104,7 +108,7 @@ def _refuse_money(settings: dict[str, Any]) -> None:
 
 def _soaked(
     settings: dict[str, Any], is_over: Callable[[int, float], bool], total: int | None, *, seed: int, is_stub: bool
-) -> SoakReport:
+) -> tuple[SoakReport, Stop]:
     from tonnage.bench.soak import Soak, make_mix
     from tonnage.cli.display import make_display
 
@@ -112,13 +116,16 @@ def _soaked(
         display.stage("import")
         with closing(_engine(settings, display, is_stub=is_stub)) as engine:
             display.begin(total)
-            return Soak(
-                engine,
-                make_mix(engine, seed),
-                is_over=is_over,
-                has_sampler=not is_stub,
-                on_step=lambda done: display.step(engine.progress(), done=done),
-            ).run()
+            with noted_interrupts() as stop:
+                report = Soak(
+                    engine,
+                    make_mix(engine, seed),
+                    is_over=is_over,
+                    has_sampler=not is_stub,
+                    on_step=lambda done: display.step(engine.progress(), done=done),
+                    is_stopped=lambda: bool(stop),
+                ).run()
+            return report, stop
 
 
 def _engine(settings: dict[str, Any], display: Display, *, is_stub: bool) -> Any:
