@@ -9,7 +9,6 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -21,6 +20,7 @@ from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.outcome import Outcome
 from tonnage.engine.refusals import refuse_impossible
 from tonnage.engine.request import Completion, Finish, OnDelta, Progress, Request
+from tonnage.engine.retry import Care, Failed
 from tonnage.engine.runtime import Runtime
 from tonnage.engine.scheduler import Scheduled, Scheduler
 from tonnage.engine.stops import TextStream
@@ -34,19 +34,6 @@ from tonnage.terms import MemoryPlan
 DEFAULT_MAX_TOKENS = 128
 #: Time between two looks at the process's memory, which also make the heap give back what it keeps: a few milliseconds.
 SETTLE_EVERY_NS = 500 * 10**6
-#: So many steps after one that ran out of memory are no larger than its second try.
-CAREFUL_STEPS = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failed:
-    """A step that may be tried once more, with at most ``retry_tokens``; ``too_long`` are the requests whose rows have
-    more than that, and ``told`` what they end with if they may not be cut."""
-
-    retry_tokens: int
-    is_out_of_memory: bool = False
-    too_long: tuple[str, ...] = ()
-    told: str = ""
 
 
 class Engine:
@@ -82,7 +69,7 @@ class Engine:
         self._num_waited = self._prompt_tokens = self._generated_tokens = 0
         self._num_steps = 0
         self._culprits: Counter[str] = Counter()
-        self._careful_steps = self._careful_tokens = 0
+        self._care = Care(max_num_tokens=self.plan.limits.max_num_tokens)
         self._in_step = threading.Lock()
         self._serving_ns = 0
         self._settled_ns = time.monotonic_ns()
@@ -196,30 +183,19 @@ class Engine:
             self._in_step.release()
 
     def _step(self) -> None:
-        failed = self._attempt(self._step_limit(), is_last=False)
+        failed = self._attempt(self._care.next_limit(), is_last=False)
         if failed is not None:
             # Out here the exception and its frames are gone, and with them the tensors of the failed step.
             if failed.is_out_of_memory:
                 self._runtime.drain()
-                self._careful_steps, self._careful_tokens = CAREFUL_STEPS, failed.retry_tokens
+                self._care.learn(failed)
             self._attempt(failed.retry_tokens, is_last=True)
             self._fail_uncut(failed)
         if time.monotonic_ns() - self._settled_ns > SETTLE_EVERY_NS:
             self._runtime.settle("serving")
             self._settled_ns = time.monotonic_ns()
 
-    def _step_limit(self) -> int:
-        """Tokens of the next step: fewer for some steps after one that ran out of memory, or each would run twice.
-
-        Steps that find nothing small enough count as well, so that a prompt that may not be cut gets its turn again.
-        """
-        limit = self.plan.limits.max_num_tokens
-        if not self._careful_steps:
-            return limit
-        self._careful_steps -= 1
-        return min(limit, self._careful_tokens)
-
-    def _attempt(self, max_tokens: int, *, is_last: bool) -> _Failed | None:
+    def _attempt(self, max_tokens: int, *, is_last: bool) -> Failed | None:
         """One transaction. Returns what failed if it may be tried again, unless this ``is_last``."""
         txn = Txn()
         scheduled: Scheduled | None = None
@@ -243,11 +219,11 @@ class Engine:
             self._fail_step(scheduled, error)
         return None
 
-    def _contain(self, scheduled: Scheduled | None, error: Exception, limit: int, *, is_last: bool) -> _Failed | None:
+    def _contain(self, scheduled: Scheduled | None, error: Exception, limit: int, *, is_last: bool) -> Failed | None:
         """Out of memory is tried again smaller, a veto as it was: nothing was launched. The rest fails its requests."""
         who = culprit(error)
         if isinstance(error, Veto) and not is_last:
-            return _Failed(retry_tokens=limit)
+            return Failed(retry_tokens=limit)
         if who is None or is_last or not self._may_retry:
             self._fail_step(scheduled, error)
             return None
@@ -255,13 +231,13 @@ class Engine:
         release_frames(error)
         self._observe(Event(kind=EventKind.RETRIED, step=self._num_steps))
         if scheduled is None:
-            return _Failed(retry_tokens=limit, is_out_of_memory=True)
+            return Failed(retry_tokens=limit, is_out_of_memory=True)
         plan = scheduled.plan
         half = max(1, plan.shape.num_tokens // 2)
         too_long = tuple(item.request_id for item in plan.items if item.count > half)
-        return _Failed(retry_tokens=half, is_out_of_memory=True, too_long=too_long, told=f"the step failed: {error}")
+        return Failed(retry_tokens=half, is_out_of_memory=True, too_long=too_long, told=f"the step failed: {error}")
 
-    def _fail_uncut(self, failed: _Failed) -> None:
+    def _fail_uncut(self, failed: Failed) -> None:
         """Prompts that may not be cut and are too long for the smaller step would be tried in full for ever."""
         if self._runtime.chunking.is_on:
             return
