@@ -27,8 +27,9 @@ demo: $(READY)
 	$(BIN)/tonnage run $(DEMO_MODEL) --input $(DEMO_INPUT) --output $(DEMO_OUT)/demo.jsonl \
 		--run-file $(DEMO_OUT)/demo-run.json --force --memory $(DEMO_MEMORY) $(DEMO_FLAGS)
 
+# Two files at a time, each worker with one thread: torch's threads would fight for the cores.
 test: lint
-	$(BIN)/pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu

@@ -45,6 +45,19 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
     _skipped.update(mark for item in items for mark in REASONS if item.get_closest_marker(mark))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker process tells what it left out; only the controller has a summary to print."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_skipped)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """Every worker collects all tests, so each leaves out the same ones: their union, not their sum."""
+    global _skipped
+    _skipped |= Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons: Counter[str] = Counter()
     for report in terminalreporter.getreports("skipped"):
