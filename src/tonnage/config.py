@@ -127,6 +127,8 @@ class Limits:
     """Resolved shapes; no None. Tokens and counts, all >= 0; the first three >= 1.
 
     max_logits_rows is the number of rows the vocabulary projection runs for in one step: one per sequence here.
+    max_encoder_tokens and encoder_cache_bytes are 0 for a model without an encoder; prompt_logprobs: whether requests
+    may ask for the log-probabilities of their own prompt.
     """
 
     max_seq_len: int
@@ -139,6 +141,8 @@ class Limits:
     max_adapters: int = 0
     max_adapter_rank: int = 0
     max_encoder_tokens: int = 0
+    encoder_cache_bytes: int = 0
+    prompt_logprobs: bool = False
     graph_batch_sizes: tuple[int, ...] = ()
     prefix_caching: bool = False
     chunked_prefill: bool = True

@@ -18,6 +18,7 @@ DTYPE_BYTES: dict[str, int] = {
     "float32": 4, "int32": 4,
     "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+    "float4_e2m1fn_x2": 1,  # two packed elements
 }  # fmt: skip
 
 
@@ -56,7 +57,10 @@ class Part:
 class KVGroup:
     """Layers of one lifetime. ``block_bytes`` holds ``block_tokens`` tokens of every layer in ``layers``.
 
-    ``window`` is in tokens and None for full attention.
+    A block lies in one slab; what the slab has beyond ``block_bytes`` is padding. Layers of one kind may be spread
+    over several groups so that their blocks fill the slabs better. ``window`` is in tokens and None for full
+    attention. A STATE block holds the recurrent state of one sequence, whatever its length: its ``block_tokens`` is 0.
+    CROSS blocks count tokens of the encoder.
     """
 
     name: str

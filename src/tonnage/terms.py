@@ -94,7 +94,10 @@ class ReferenceSide(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank of a parallel engine; every measured number belongs to one. Sizes count ranks, ``index`` from 0."""
+    """One rank of a parallel engine; every measured number belongs to one. Sizes count ranks, ``index`` from 0.
+
+    partition   layers of every pipeline stage where they are named; empty: an even split, the first stages take more
+    """
 
     index: int = 0
     size: int = 1
@@ -104,6 +107,7 @@ class Rank:
     ep: int = 1
     attention_dp: bool = False
     device: int = 0
+    partition: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

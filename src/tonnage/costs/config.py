@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 from tonnage.costs.families import FAMILIES, Family
+from tonnage.costs.layers import Attention, Dense, Layer, Quantisation, Tower
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UnsupportedModel
 
 #: No published model comes near; a number above it is a typing error, and pricing it would take for ever.
@@ -22,7 +23,11 @@ class ModelConfig:
     """The shape of a decoder. Sizes are elements, counts are per model (not per rank), ``dtype`` of the weights.
 
     sliding_window  tokens a query can look back, None for full attention
-    unsupported     what config.json says that this release cannot price, one short phrase each
+    layers          what each layer is made of, ``num_layers`` of them, ``mtp_layers`` not counted
+    mtp_layers      extra layers for multi-token prediction; they keep a cache of their own when drafting
+    quantisation    how the checkpoint packs its matrices, None where it does not
+    towers          encoders beside the text model
+    unsupported     what config.json says that the engine cannot run, one short phrase each
     notes           what was assumed because config.json is silent
     raw             the parsed config.json, for the fingerprint
     """
@@ -45,6 +50,10 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    layers: tuple[Layer, ...] = ()
+    mtp_layers: tuple[Layer, ...] = ()
+    quantisation: Quantisation | None = None
+    towers: tuple[Tower, ...] = ()
     unsupported: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     raw: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
@@ -123,6 +132,9 @@ class _Reader:
         window = self._window(family, num_layers=layers, positions=positions)
         if window is not None:
             unsupported.append(f"sliding_window = {window}")
+        kv_heads, head_dim = self._kv_heads(family, heads=heads), self._head_dim(family, hidden=hidden, heads=heads)
+        mixer = Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, window=window)
+        layer = Layer(mixer=mixer, feed_forward=Dense(intermediate_size=self._count("intermediate_size")))
         return ModelConfig(
             name=self.name,
             model_type=model_type,
@@ -130,8 +142,9 @@ class _Reader:
             num_layers=layers,
             hidden_size=hidden,
             num_heads=heads,
-            num_kv_heads=self._kv_heads(family, heads=heads),
-            head_dim=self._head_dim(family, hidden=hidden, heads=heads),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            layers=(layer,) * layers,
             intermediate_size=self._count("intermediate_size"),
             vocab_size=self._count("vocab_size"),
             max_position_embeddings=positions,
