@@ -64,10 +64,18 @@ class Charges:
         return sum(line.bytes for line in self.fixed)
 
 
-def charges(measured: Measured, claims: Sequence[Claim], *, limits: Limits, chip: Chip) -> Charges:
-    """Sort everything that must be paid for. Claims that do not apply cost nothing."""
+def charges(
+    measured: Measured, claims: Sequence[Claim], *, limits: Limits, chip: Chip, attended_tokens: int | None = None
+) -> Charges:
+    """Sort everything that must be paid for. Claims that do not apply cost nothing.
+
+    ``attended_tokens`` is the most that one step may attend to; it bounds the scratch that grows with them, but one
+    sequence of full length must always pass. None: every running sequence at full length at once.
+    """
     live = [claim for claim in claims if claim.applies]
-    rated = _rated(live, limits=limits, chip=chip)
+    worst = limits.max_batch_size * limits.max_seq_len
+    most = worst if attended_tokens is None else min(max(attended_tokens, limits.max_seq_len), worst)
+    rated = _rated(live, limits=limits, chip=chip, most_tokens=most)
     resident = _strongest_of_shares(_resident(live, limits=limits, chip=chip))
     transient = _transient(measured.stages, [claim for claim in live if _in_a_step(claim)])
     quantities = {
@@ -95,7 +103,7 @@ def _scratch_bytes(scratch: Scratch, *, limits: Limits, chip: Chip) -> int:
     return rates.fixed + rates.per_row * limits.max_batch_size + rates.per_token * limits.max_num_tokens
 
 
-def _rated(claims: Iterable[Claim], *, limits: Limits, chip: Chip) -> tuple[RatedClaim, ...]:
+def _rated(claims: Iterable[Claim], *, limits: Limits, chip: Chip, most_tokens: int) -> tuple[RatedClaim, ...]:
     """Attended-token demands; those that share one arena are one demand, at the highest rate."""
     strongest: dict[str, RatedClaim] = {}
     for claim in claims:
@@ -104,8 +112,7 @@ def _rated(claims: Iterable[Claim], *, limits: Limits, chip: Chip) -> tuple[Rate
         rate = claim.cost.rates(limits, chip).per_attended_token
         key = claim.share or claim.name
         if rate > 0 and (key not in strongest or rate > strongest[key].bytes_per_token):
-            worst = limits.max_batch_size * limits.max_seq_len
-            strongest[key] = RatedClaim(claim=claim, bytes_per_token=rate, most_tokens=worst)
+            strongest[key] = RatedClaim(claim=claim, bytes_per_token=rate, most_tokens=most_tokens)
     return tuple(strongest.values())
 
 

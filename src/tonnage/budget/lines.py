@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from tonnage.budget.charges import Charges, claim_line, quantity_line
 from tonnage.budget.money import Budget
-from tonnage.budget.pool import PoolPrice
-from tonnage.budget.words import counted, why_keep_free
-from tonnage.config import Setting
+from tonnage.budget.pool import GroupPrice, PoolPrice
+from tonnage.budget.words import counted, why_fixed, why_keep_free
+from tonnage.config import Limits, Setting
 from tonnage.terms import Cap, Line, LineKind, Maker, Measured, Quantity, Source
 from tonnage.units import format_bytes
 
@@ -24,9 +24,10 @@ def partition(
     caps: Sequence[Cap],
     measured: Measured,
     keep_free: Setting[int],
+    limits: Limits,
 ) -> tuple[Line, ...]:
     """Top-level lines, each >= 0, summing to ``budget.device``."""
-    kv = _kv_line(price, num_blocks=num_blocks, bar=bar)
+    kv = _kv_line(price, num_blocks=num_blocks, bar=bar, limits=limits)
     losses = {**page_losses, "kv": price.kv_page_loss(num_blocks)}
     if price.demands:
         losses["growing scratch"] = price.scratch_page_loss(num_blocks)
@@ -48,6 +49,7 @@ def partition(
         ),
         _keep_free_line(budget.keep_free, keep_free),
         _page_rounding(losses, price.page_bytes),
+        *_padding(price, num_blocks),
         charged.fragmentation,
         *_left_over(budget, price, num_blocks=num_blocks, caps=caps),
         _exact("unattributed", LineKind.UNATTRIBUTED, 0, Source.DERIVED, "a plan explains every byte; a run may not"),
@@ -76,21 +78,54 @@ def _left_over(budget: Budget, price: PoolPrice, *, num_blocks: int, caps: Seque
     return lines
 
 
-def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int]) -> Line:
-    return quantity_line(
-        "kv",
-        Quantity(
-            bytes=price.kv_bytes(num_blocks),
-            low=bar[0],
-            high=bar[1],
-            source=Source.DERIVED,
-            ref="what the other lines leave, in whole blocks; low and high follow theirs",
-        ),
-        kind=LineKind.KV,
-        maker=Maker.ARENA,
-        reason=f"{counted(num_blocks, 'block')} of {counted(price.block_tokens, 'token')}, "
-        f"{format_bytes(price.slab_bytes)} each",
+def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int], limits: Limits) -> Line:
+    """What is in use in the slabs. Where several groups of layers share the pool each has a line of its own below."""
+    padding = price.padding_bytes(num_blocks)
+    quantity = Quantity(
+        bytes=price.kv_bytes(num_blocks) - padding,
+        low=max(0, bar[0] - padding),
+        high=bar[1] - padding,
+        source=Source.DERIVED,
+        ref="what the other lines leave, in whole blocks; low and high follow theirs",
     )
+    reason = (
+        f"{counted(num_blocks, 'block')} of {counted(price.block_tokens, 'token')}, {format_bytes(price.slab_bytes)} "
+        "each"
+    )
+    if len(price.groups) == 1:
+        return quantity_line("kv", quantity, kind=LineKind.KV, maker=Maker.ARENA, reason=reason)
+    children = tuple(
+        _exact(
+            group.group.name,
+            LineKind.KV,
+            price.group_bytes(group, num_blocks),
+            Source.DERIVED,
+            _why_group(group, price, num_blocks, limits=limits),
+        )
+        for group in price.groups
+    )
+    reason = f"{counted(price.num_slabs(num_blocks), 'slab')} of {format_bytes(price.slab_bytes)}, shared by all groups"
+    return quantity_line("kv", quantity, kind=LineKind.KV, maker=Maker.ARENA, reason=reason, children=children)
+
+
+def _why_group(group: GroupPrice, price: PoolPrice, num_blocks: int, *, limits: Limits) -> str:
+    if group.is_fixed:
+        return why_fixed(group, limits)
+    blocks = group.blocks(num_blocks * price.block_tokens)
+    held = f"{counted(blocks, 'block')} of {counted(group.group.block_tokens, 'token')}"
+    if group.group.window is None:
+        return held
+    if blocks == group.most_blocks:
+        return f"{held}: no more than windows of {group.group.window:,} tokens can show, however long the texts"
+    return f"{held}, for windows of {group.group.window:,} tokens"
+
+
+def _padding(price: PoolPrice, num_blocks: int) -> list[Line]:
+    padding = price.padding_bytes(num_blocks)
+    if not padding:
+        return []
+    reason = "blocks of different groups share equal slabs, and not every one fills its slab"
+    return [_exact("padding", LineKind.ROUNDING, padding, Source.DERIVED, reason)]
 
 
 def _with_growing_scratch(charged: Charges, price: PoolPrice, num_blocks: int) -> Line:

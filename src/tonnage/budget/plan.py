@@ -17,8 +17,9 @@ from tonnage.budget.lines import partition
 from tonnage.budget.money import Budget
 from tonnage.budget.pool import POOL_CAPS, PoolPrice
 from tonnage.budget.refusal import refuse_beside_pool, refuse_pool
-from tonnage.budget.words import counted, told, why_keep_free
-from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Knobs, LimitKnobs, Limits, Setting
+from tonnage.budget.steps import derivation
+from tonnage.budget.words import told
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Knobs, LimitKnobs, Limits
 from tonnage.layout import KVLayout, blocks_per_sequence
 from tonnage.terms import (
     Cap,
@@ -29,9 +30,8 @@ from tonnage.terms import (
     LineKind,
     Measured,
     MemoryPlan,
-    Step,
 )
-from tonnage.units import format_bytes, round_up
+from tonnage.units import round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,16 @@ class PlanInputs:
 def plan(inputs: PlanInputs) -> MemoryPlan:
     """The plan for one rank. Raises ``DoesNotFit`` (without remedies) where not one sequence of max_seq_len fits."""
     limits, knobs = inputs.limits, inputs.knobs
-    charged = charges(inputs.measured, inputs.claims, limits=limits, chip=inputs.chip)
-    price = PoolPrice.of(inputs.layout, charged, page_bytes=inputs.page_bytes)
+    charged = charges(
+        inputs.measured, inputs.claims, limits=limits, chip=inputs.chip, attended_tokens=knobs.attended_tokens.value
+    )
+    price = PoolPrice.of(inputs.layout, charged, limits=limits, page_bytes=inputs.page_bytes)
     page_losses = _page_losses(charged, inputs.page_bytes)
-    budget = _budget(inputs, fixed=charged.fixed_bytes + sum(page_losses.values()))
+    budget = _budget(inputs, fixed=charged.fixed_bytes + sum(page_losses.values()) + price.fixed_bytes)
     sequence_blocks = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
     if budget.rest < 0:
         refuse_beside_pool(inputs.model_name, budget, charged, price, sequence_blocks, limits=limits)
-    caps, num_blocks = _caps(budget, price, knobs=knobs, limits=limits, sequence_blocks=sequence_blocks)
+    caps, num_blocks = _caps(budget, price, knobs=knobs, limits=limits)
     if num_blocks < sequence_blocks:
         refuse_pool(inputs.model_name, budget, charged, price, sequence_blocks, caps=caps, limits=limits)
     tokens = num_blocks * price.block_tokens
@@ -84,20 +86,22 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
             caps=caps,
             measured=inputs.measured,
             keep_free=knobs.keep_free_bytes,
+            limits=limits,
         ),
-        steps=_steps(
+        steps=derivation(
             budget,
             charged,
             price,
             caps=caps,
             num_blocks=num_blocks,
             page_losses=page_losses,
-            keep_free=knobs.keep_free_bytes,
+            knobs=knobs,
+            limits=limits,
         ),
         caps=caps,
         kv=KVPool(
             layout=inputs.layout,
-            num_slabs=num_blocks,
+            num_slabs=price.num_slabs(num_blocks),
             bytes=price.kv_bytes(num_blocks),
             tokens=tokens,
             guaranteed_tokens=tokens,
@@ -133,9 +137,7 @@ def _budget(inputs: PlanInputs, *, fixed: int) -> Budget:
     )
 
 
-def _caps(
-    budget: Budget, price: PoolPrice, *, knobs: Knobs, limits: Limits, sequence_blocks: int
-) -> tuple[tuple[Cap, ...], int]:
+def _caps(budget: Budget, price: PoolPrice, *, knobs: Knobs, limits: Limits) -> tuple[tuple[Cap, ...], int]:
     """Every limit on the pool in KV bytes of whole blocks, the smallest marked, and its number of blocks.
 
     Where several are equally small the first of the order below binds.
@@ -146,13 +148,13 @@ def _caps(
     if budget.fraction < 1:
         found.append(("kv_fraction", price.blocks_within(budget.pool), told("kv_fraction", knobs.kv_fraction)))
     if knobs.kv_bytes.value is not None:
-        found.append(("kv_bytes", knobs.kv_bytes.value // price.slab_bytes, told("kv_bytes", knobs.kv_bytes)))
+        found.append(("kv_bytes", price.kv_blocks_within(knobs.kv_bytes.value), told("kv_bytes", knobs.kv_bytes)))
     if knobs.kv_tokens.value is not None:
         found.append(("kv_tokens", knobs.kv_tokens.value // price.block_tokens, told("kv_tokens", knobs.kv_tokens)))
     if not limits.prefix_caching:
         # A pool that also caches prefixes has a use for every block; without, more than this is never touched.
         used = f"max_batch_size {limits.max_batch_size:,} x max_seq_len {limits.max_seq_len:,}"
-        found.append(("limits", limits.max_batch_size * sequence_blocks, used))
+        found.append(("limits", price.most_units, used))
     binding = min(range(len(found)), key=lambda i: found[i][1])
     caps = tuple(
         Cap(name=name, kv_bytes=price.kv_bytes(blocks), setting=setting, binding=i == binding)
@@ -185,56 +187,3 @@ def _attended_cap(charged: Charges, price: PoolPrice, num_blocks: int) -> int | 
     return min(
         (have // rated.bytes_per_token for have, rated in zip(granted, charged.rated, strict=True)), default=None
     )
-
-
-def _steps(
-    budget: Budget,
-    charged: Charges,
-    price: PoolPrice,
-    *,
-    caps: Sequence[Cap],
-    num_blocks: int,
-    page_losses: dict[str, int],
-    keep_free: Setting[int],
-) -> tuple[Step, ...]:
-    """The derivation from the device to tokens; ``before op operand = after`` in every row."""
-    steps: list[Step] = []
-    now = budget.device
-
-    def take(name: str, operand: int, reason: str, *, op: str = "-") -> None:
-        nonlocal now
-        after = min(now, operand) if op == "min" else now - operand
-        steps.append(Step(name=name, op=op, reason=reason, before=now, operand=operand, after=after))
-        now = after
-
-    take("foreign", budget.foreign, "other processes on the device")
-    take("keep_free", budget.keep_free, why_keep_free(keep_free))
-    if budget.total_bytes is not None:
-        take("total_bytes", budget.total_bytes, "everything the engine may take", op="min")
-    for line in charged.fixed:
-        if line.bytes:
-            take(line.name, line.bytes, line.reason)
-    take("page rounding", sum(page_losses.values()), "weights and scratch are committed in whole pages")
-    if budget.fraction < 1:
-        reason = f"kv_fraction {budget.fraction} of the rest; the operand is what it leaves"
-        take("kv_fraction", budget.rest - budget.pool, reason)
-    return (*steps, *_unit_steps(now, price, caps=caps, num_blocks=num_blocks))
-
-
-def _unit_steps(pool: int, price: PoolPrice, *, caps: Sequence[Cap], num_blocks: int) -> list[Step]:
-    """Bytes to whole blocks, counted in tokens; then the cap that allows fewer."""
-    affordable = price.blocks_within(pool) * price.block_tokens
-    growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""
-    block = f"{counted(price.block_tokens, 'token')}, {format_bytes(price.block_bytes)} each"
-    each = f"whole blocks of {block}{growing}, in whole pages"
-    steps = [
-        Step(name="blocks", op="tokens for", reason=each, before=pool, operand=price.block_bytes, after=affordable)
-    ]
-    tokens = num_blocks * price.block_tokens
-    if tokens < affordable:
-        cap = next(cap for cap in caps if cap.binding)
-        reason = f"no more, by {cap.setting}"
-        steps.append(
-            Step(name=cap.name, op="min tokens", reason=reason, before=affordable, operand=tokens, after=tokens)
-        )
-    return steps

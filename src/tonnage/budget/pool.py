@@ -1,37 +1,101 @@
-"""The price of a pool of N blocks, with everything that grows with it, and the most blocks a budget pays for."""
+"""The price of a pool that holds N units of tokens, with everything that grows with it, and the most a budget pays for.
+
+The pool is one array of equal slabs; a block of any group of layers fills one. How many blocks a group needs for T
+cached tokens depends on what its layers keep:
+
+full, latent   every token:                     ceil(T / block)
+window         no more than the windows show:   min(ceil(T / block), sequences * (ceil((window - 1) / block) + 1)
+                                                     + ceil(tokens of a step / block))
+state          one state a sequence, and a spare one for padded rows: sequences + 1
+cross          the encoder's tokens:            sequences * ceil(encoder tokens / block)
+
+The last term of a window are the tokens that a step adds before those that fell out of the window are given back; all
+sequences share it, because one step computes no more tokens than that. ``T`` tokens in any number of sequences hold
+no more than this, so a pool of that size needs no other rule for admission than a count of tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tonnage.budget.charges import Charges
 from tonnage.budget.search import largest
 from tonnage.budget.split import Demand, split
-from tonnage.layout import KVLayout
-from tonnage.units import round_up
+from tonnage.config import Limits
+from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence
+from tonnage.units import ceil_div, round_up
 
 #: Caps that limit the pool itself; the others limit everything the engine takes.
-POOL_CAPS = ("kv_bytes", "kv_tokens", "limits")
+POOL_CAPS = ("kv_bytes", "kv_tokens", "limits", "ranks")
+
+#: One state more than there are sequences: a captured batch is padded with rows that must write somewhere.
+SPARE_STATES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolPrice:
-    """What N blocks cost: the blocks, their bookkeeping, the scratch that grows with their tokens, whole pages.
+class GroupPrice:
+    """What one group of layers takes. ``most_blocks`` None: it grows with the tokens without bound.
 
-    ``demands`` are per block. The pool and the growing scratch are arenas, committed in pages of ``page_bytes``.
+    A group of ``block_tokens`` 0 does not grow at all: it has ``most_blocks`` from the start.
     """
 
+    group: KVGroup
+    most_blocks: int | None
+
+    @classmethod
+    def of(cls, group: KVGroup, limits: Limits) -> GroupPrice:
+        """By what the layers of the group keep; see the module."""
+        return cls(group=group, most_blocks=_most_blocks(group, limits))
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.group.kind in (KVGroupKind.STATE, KVGroupKind.CROSS)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that ``tokens`` cached tokens need, however they are spread over sequences that fill their blocks."""
+        if self.is_fixed:
+            return self.most_blocks or 0
+        grown = ceil_div(tokens, self.group.block_tokens)
+        return grown if self.most_blocks is None else min(grown, self.most_blocks)
+
+
+def _most_blocks(group: KVGroup, limits: Limits) -> int | None:
+    rows, block = limits.max_batch_size, group.block_tokens
+    if group.kind == KVGroupKind.STATE:
+        return rows + SPARE_STATES
+    if group.kind == KVGroupKind.CROSS:
+        return rows * ceil_div(limits.max_encoder_tokens, block)
+    if group.window is None:
+        return None
+    return rows * (ceil_div(group.window - 1, block) + 1) + ceil_div(limits.max_num_tokens, block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolPrice:
+    """What N units cost: the blocks of every group, their bookkeeping, the scratch that grows with the tokens, pages.
+
+    A unit is ``block_tokens`` tokens, one block of the group that grows without bound (for a model that has none, of
+    the group that grows longest). ``demands`` are scratch, per unit. The pool and the growing scratch are arenas,
+    committed in pages of ``page_bytes``. ``most_units`` hold every sequence at its full length at once.
+    """
+
+    groups: tuple[GroupPrice, ...]
     slab_bytes: int
     block_tokens: int
     table_bytes: int
     demands: tuple[Demand, ...]
     page_bytes: int
+    most_units: int
 
     @classmethod
-    def of(cls, layout: KVLayout, charges: Charges, *, page_bytes: int) -> PoolPrice:
-        """The price list for one layout. A block holds ``block_tokens`` tokens of every group."""
-        block_tokens = layout.groups[0].block_tokens
+    def of(cls, layout: KVLayout, charges: Charges, *, limits: Limits, page_bytes: int) -> PoolPrice:
+        """The price list for one layout at the limits."""
+        groups = tuple(GroupPrice.of(group, limits) for group in layout.groups)
+        block_tokens = _unit_tokens(groups)
         return cls(
+            groups=groups,
             slab_bytes=layout.slab_bytes,
             block_tokens=block_tokens,
             table_bytes=sum(each for _, each in charges.per_block),
@@ -44,42 +108,107 @@ class PoolPrice:
                 for rated in charges.rated
             ),
             page_bytes=page_bytes,
+            most_units=limits.max_batch_size
+            * blocks_per_sequence(limits.max_seq_len, block_tokens, extra_tokens=limits.extra_tokens),
         )
 
     @property
     def block_bytes(self) -> int:
-        """A block with its bookkeeping."""
+        """A slab with its bookkeeping."""
         return self.slab_bytes + self.table_bytes
 
-    def kv_bytes(self, num_blocks: int) -> int:
-        return self.slab_bytes * num_blocks
+    @cached_property
+    def fixed_slabs(self) -> int:
+        """Slabs that are there whatever the number of tokens: recurrent states, and what an encoder leaves."""
+        return sum(group.blocks(0) for group in self.groups if group.is_fixed)
 
-    def kv_page_loss(self, num_blocks: int) -> int:
-        return _page_loss(self.kv_bytes(num_blocks), self.page_bytes)
+    @property
+    def fixed_bytes(self) -> int:
+        return self.fixed_slabs * self.block_bytes
 
-    def granted_bytes(self, num_blocks: int) -> tuple[int, ...]:
-        """What each growing demand gets beside a pool of that size."""
-        return tuple(demand.at(num_blocks) for demand in self.demands)
+    @property
+    def grows(self) -> bool:
+        """Whether more tokens always cost more; a model with states or windows alone reaches an end."""
+        return any(group.most_blocks is None for group in self.groups)
 
-    def scratch_page_loss(self, num_blocks: int) -> int:
-        return _page_loss(sum(self.granted_bytes(num_blocks)), self.page_bytes)
+    def num_slabs(self, units: int) -> int:
+        """Slabs of a pool for so many units, the fixed ones included."""
+        tokens = units * self.block_tokens
+        return sum(group.blocks(tokens) for group in self.groups)
 
-    def total_bytes(self, num_blocks: int) -> int:
-        """Never decreases with the number of blocks."""
+    def kv_bytes(self, units: int) -> int:
+        return self.slab_bytes * self.num_slabs(units)
+
+    def group_bytes(self, group: GroupPrice, units: int) -> int:
+        """Bytes in use in the blocks of one group."""
+        return group.blocks(units * self.block_tokens) * group.group.block_bytes
+
+    def padding_bytes(self, units: int) -> int:
+        """What the slabs have beyond the blocks that lie in them."""
+        return self.kv_bytes(units) - sum(self.group_bytes(group, units) for group in self.groups)
+
+    def kv_page_loss(self, units: int) -> int:
+        return _page_loss(self.kv_bytes(units), self.page_bytes)
+
+    def granted_bytes(self, units: int) -> tuple[int, ...]:
+        """What each growing scratch gets beside a pool of that size."""
+        return tuple(demand.at(units) for demand in self.demands)
+
+    def scratch_page_loss(self, units: int) -> int:
+        return _page_loss(sum(self.granted_bytes(units)), self.page_bytes)
+
+    def total_bytes(self, units: int) -> int:
+        """All of it beside ``fixed_bytes``. Never decreases with the number of units."""
         return (
-            self.block_bytes * num_blocks
-            + sum(self.granted_bytes(num_blocks))
-            + self.kv_page_loss(num_blocks)
-            + self.scratch_page_loss(num_blocks)
+            self.block_bytes * (self.num_slabs(units) - self.fixed_slabs)
+            + sum(self.granted_bytes(units))
+            + self.kv_page_loss(units)
+            + self.scratch_page_loss(units)
         )
 
     def blocks_within(self, budget_bytes: int) -> int:
-        """The most blocks whose total price is within the budget; 0 where it pays for none."""
+        """The most units whose price is within the budget; 0 where it pays for none.
+
+        Where nothing grows without bound no budget is the limit, and the answer stops at ``most_units``.
+        """
         if budget_bytes <= 0:
             return 0
-        # Without page rounding the split is exact; rounding can only take blocks away again.
-        ceiling = split(budget_bytes, rate_bytes=self.block_bytes, demands=self.demands).units
+        ceiling = self.most_units
+        if self.grows:
+            # Without page rounding the split is exact; rounding can only take blocks away again.
+            ceiling = split(budget_bytes, rate_bytes=self._rate_bytes(), demands=self._bounded()).units
         return largest(lambda n: self.total_bytes(n) <= budget_bytes, low=0, high=ceiling) or 0
+
+    def kv_blocks_within(self, kv_bytes: int) -> int:
+        """The most units whose slabs, the fixed ones included, are within ``kv_bytes``."""
+        ceiling = kv_bytes // self.slab_bytes if self.grows else self.most_units
+        return largest(lambda n: self.kv_bytes(n) <= kv_bytes, low=0, high=ceiling) or 0
+
+    def _rate_bytes(self) -> int:
+        """Bytes of a unit in the groups that grow without bound; whole blocks can only make it more."""
+        return sum(self._unit_bytes(group) for group in self.groups if group.most_blocks is None)
+
+    def _bounded(self) -> tuple[Demand, ...]:
+        """Windows end growing as scratch does, so one split serves both; rounded so that it pays for too much, if at all."""
+        windows = tuple(
+            Demand(
+                name=group.group.name,
+                rate_bytes=self._unit_bytes(group),
+                ceiling_bytes=(group.most_blocks or 0) * self.block_bytes,
+            )
+            for group in self.groups
+            if not group.is_fixed and group.most_blocks is not None
+        )
+        return (*self.demands, *windows)
+
+    def _unit_bytes(self, group: GroupPrice) -> int:
+        return self.block_bytes * self.block_tokens // group.group.block_tokens
+
+
+def _unit_tokens(groups: Sequence[GroupPrice]) -> int:
+    growing = [group.group.block_tokens for group in groups if group.most_blocks is None]
+    bounded = [group.group.block_tokens for group in groups if not group.is_fixed]
+    return min(growing or bounded, default=1)
 
 
 def _page_loss(num_bytes: int, page_bytes: int) -> int:

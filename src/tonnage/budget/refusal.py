@@ -42,7 +42,7 @@ def refuse_pool(
 ) -> NoReturn:
     """The pool would hold less than one sequence of max_seq_len."""
     cap = next(cap for cap in caps if cap.binding)
-    tokens = cap.kv_bytes // price.slab_bytes * price.block_tokens
+    tokens = price.kv_blocks_within(cap.kv_bytes) * price.block_tokens
     what = (
         f"{model}: the KV pool would hold {counted(tokens, 'token')}, less than one sequence of max_seq_len = "
         f"{limits.max_seq_len:,}; it is limited by {cap.setting}"
@@ -93,6 +93,7 @@ def _raise(
     need, have = budget.fixed + pool + outside, budget.cap if limited else budget.device
     parts = [(line.name, line.bytes) for line in charged.fixed]
     parts += [("keep_free", 0 if limited else budget.keep_free), ("other processes", 0 if limited else budget.foreign)]
+    parts += [(group.group.name, group.blocks(0) * price.block_bytes) for group in price.groups if group.is_fixed]
     parts.append((f"one sequence of {counted(limits.max_seq_len, 'token')}", pool))
     shown = sorted((part for part in parts if part[1]), key=lambda part: -part[1])[:5]
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from tonnage.config import Setting
+from tonnage.budget.pool import SPARE_STATES, GroupPrice
+from tonnage.config import Limits, Setting
+from tonnage.layout import KVGroupKind
+from tonnage.units import format_bytes
 
 
 def told(name: str, setting: Setting[int] | Setting[Fraction]) -> str:
@@ -15,6 +18,31 @@ def told(name: str, setting: Setting[int] | Setting[Fraction]) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 block``, ``2,048 blocks``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def why_fixed(group: GroupPrice, limits: Limits) -> str:
+    """Why a group of layers takes the same whatever the number of tokens."""
+    rows = counted(limits.max_batch_size, "sequence")
+    if group.group.kind == KVGroupKind.STATE:
+        return (
+            f"recurrent states of {rows} at once and {SPARE_STATES} spare: without its own a sequence could not run, "
+            "and one that is not running leaves its own unused; a smaller max_batch_size gives them to the pool"
+        )
+    return (
+        f"what an encoder of {counted(limits.max_encoder_tokens, 'token')} leaves for {rows}: it must stay until the "
+        "sequence ends; a smaller max_batch_size gives it to the pool"
+    )
+
+
+def why_fraction(fraction: Fraction) -> str:
+    return (
+        f"kv_fraction {fraction} of the rest goes to the pool; the operand is what it leaves, as room for whatever "
+        "nobody declared"
+    )
+
+
+def why_pages(page_bytes: int) -> str:
+    return f"weights and scratch are committed in whole pages of {format_bytes(page_bytes)}, the device's own unit"
 
 
 def why_keep_free(setting: Setting[int]) -> str:
