@@ -189,7 +189,7 @@ class PoolPrice:
         return sum(self._unit_bytes(group) for group in self.groups if group.most_blocks is None)
 
     def _bounded(self) -> tuple[Demand, ...]:
-        """Windows end growing as scratch does, so one split serves both; rounded so that it pays for too much, if at all."""
+        """Windows end growing as scratch does, so one split serves both; rounding may only make it pay for more."""
         windows = tuple(
             Demand(
                 name=group.group.name,
