@@ -13,12 +13,14 @@ from typing import TypeAlias
 class Attention:
     """Softmax attention that keeps the keys and values of every past token, or of the last ``window`` tokens.
 
-    head_dim, v_head_dim   of one query or key head, and of one value head (they differ in few models)
+    head_dim, v_head_dim   of one query or key head, and of one value head (they differ in few models); a value head
+                           of 0 elements: the values are the keys, one vector is kept for both
     window                 tokens a query can look back, itself included; None: all of them
     is_cross               keys and values come from an encoder, once per request, and do not grow with the text
     kv_from                the layer whose cache this one reads; it keeps none of its own
     index_head_dim         a sparse indexer keeps one key of this size for every token beside the cache; 0: none
     compress_ratio         one cached entry stands for so many tokens (compressed attention); 1: for one
+    qk_rope_head_dim       elements of a key that stay 16 bits wide where such a vector is kept in 8 bits; 0: none
     """
 
     num_heads: int
@@ -30,6 +32,7 @@ class Attention:
     kv_from: int | None = None
     index_head_dim: int = 0
     compress_ratio: int = 1
+    qk_rope_head_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,9 @@ class Recurrent:
     The state of one sequence is a window of inputs, ``(conv_kernel - 1) * conv_channels``, and a matrix,
     ``num_heads * head_dim * state_size``; either may be empty (0).
 
-    kind   "mamba2", "gated_delta", "linear" or "short_conv": what the weights look like
+    kind        "mamba1", "mamba2", "gated_delta", "kda", "linear", "rg_lru" or "short_conv": what the weights look like
+    num_groups  heads of the inputs that several heads share (keys and queries, or B and C); conv_channels holds
+                ``num_heads * head_dim`` channels of the heads, and what is left belongs to the groups
     """
 
     kind: str
@@ -98,10 +103,19 @@ FeedForward: TypeAlias = Dense | Experts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer. Either part may be missing (a layer of a hybrid that only mixes, or only feeds forward)."""
+    """One layer. Either part may be missing (a layer of a hybrid that only mixes, or only feeds forward).
+
+    ``beside`` is a second mixer of the same layer: the state next to attention in a parallel hybrid, the compressed
+    past next to a window, the attention to an encoder after a decoder's own.
+    """
 
     mixer: Mixer | None
     feed_forward: FeedForward | None
+    beside: Mixer | None = None
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return tuple(mixer for mixer in (self.mixer, self.beside) if mixer is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
