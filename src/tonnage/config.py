@@ -58,6 +58,8 @@ DEFAULT_KEEP_FREE_BYTES = 256 * MiB
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_MAX_BATCH_SIZE = 256
 DEFAULT_MAX_NUM_TOKENS = 8192
+DEFAULT_ADAPTER_RANK = 16
+DEFAULT_ENCODER_CACHE_BYTES = 128 * MiB
 #: How requests are admitted to the KV cache; the first is the default.
 ADMISSION_POLICIES = ("optimistic", "reserve_all")
 
@@ -82,8 +84,14 @@ class Knobs:
     kv_dtype         dtype the cache is allocated in; default: the dtype of the weights
     block_tokens     tokens in one KV block (default 16)
     admission        "optimistic" (default): by expected lengths, running requests may be suspended; "reserve_all"
-    host_kv_bytes, disk_kv_bytes, state_dtype, scratch, attended_tokens, graphs: their rooms come later and a set
-        value is refused by the planner until they do.
+    state_dtype      dtype of recurrent states (default: as the model says, else float32)
+    attended_tokens  the most tokens one step may attend to, which bounds scratch that grows with them; never less
+                     than one sequence of max_seq_len (default: all running sequences at full length at once)
+    scratch          "cap" (default): such scratch shares the budget with the pool, and steps are kept within what it
+                     got; "reserve": its worst case is set aside whole, and no step is ever held back
+    graphs           decode batch sizes that get a CUDA graph: "none", "default", or numbers between commas
+    host_kv_bytes    host memory for the cache of sequences that wait
+    disk_kv_bytes    its room comes later; a set value is refused
     disabled_claims  claims switched off by name; the report shows each
     """
 
@@ -115,11 +123,25 @@ class LimitKnobs:
     max_seq_len     tokens of one sequence, prompt and output (default: the model's length, or the largest that fits)
     max_batch_size  sequences running at once (default 256)
     max_num_tokens  tokens computed in one step (default 8,192)
+
+    What requests may ask for beyond plain text; only plans know the first five, the engine has none of them yet:
+
+    max_draft_tokens        tokens drafted ahead for a sequence in a step (default 0)
+    max_adapters            low-rank adapters resident at once (default 0), of at most max_adapter_rank (default 16)
+    max_encoder_tokens      tokens an encoder computes at once (default: max_num_tokens where there is one, else 0)
+    encoder_cache_bytes     cache of an encoder's outputs (default 128 MiB for a model that has one, else 0)
+    prompt_logprobs         log-probabilities of the prompt's own tokens (default no)
     """
 
     max_seq_len: Setting[int] = field(default_factory=unset)
     max_batch_size: Setting[int] = field(default_factory=unset)
     max_num_tokens: Setting[int] = field(default_factory=unset)
+    max_draft_tokens: Setting[int] = field(default_factory=unset)
+    max_adapters: Setting[int] = field(default_factory=unset)
+    max_adapter_rank: Setting[int] = field(default_factory=unset)
+    max_encoder_tokens: Setting[int] = field(default_factory=unset)
+    encoder_cache_bytes: Setting[int] = field(default_factory=unset)
+    prompt_logprobs: Setting[bool] = field(default_factory=unset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

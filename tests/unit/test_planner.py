@@ -182,23 +182,6 @@ def test_limits_refused(asked, said):
 @pytest.mark.parametrize(
     "asked",
     [
-        {"host_kv_bytes": 1},
-        {"disk_kv_bytes": 1},
-        {"state_dtype": "bfloat16"},
-        {"scratch": "lend"},
-        {"attended_tokens": 1},
-        {"graphs": "auto"},
-    ],
-)
-def test_knobs_of_a_later_release(asked):
-    (name,) = asked
-    with pytest.raises(InvalidSetting, match=f"{name}.*not in this release"):
-        plan_without_device(SMOLLM2, card=host_card(2 * GiB), knobs=knobs(**asked))
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
         {"kv_bytes": 0},
         {"kv_tokens": -5},
         {"total_bytes": 0},

@@ -41,14 +41,18 @@ class RatedClaim:
 class Charges:
     """``lines``: one for each kind that does not depend on the tokens. ``per_block`` and ``rated`` grow with the pool.
 
-    ``fragmentation`` does not depend on them either. It is of the transient's kind, so that kind has two lines: the
-    tensors of a step and what the allocator adds to them, which only together can be compared with a device.
+    ``paid_tokens``: attended tokens whose scratch is in ``lines`` because its worst case is set aside; None where no
+    scratch grows with them.
+
+    ``fragmentation`` does not depend on the tokens either. It is of the transient's kind, so that kind has two lines:
+    the tensors of a step and what the allocator adds to them, which only together can be compared with a device.
     """
 
     lines: tuple[Line, ...]
     fragmentation: Line
     per_block: tuple[tuple[Claim, int], ...]
     rated: tuple[RatedClaim, ...]
+    paid_tokens: int | None = None
 
     def line(self, kind: LineKind) -> Line:
         """The line of that kind; of the transient's two, the one named transient."""
@@ -65,18 +69,26 @@ class Charges:
 
 
 def charges(
-    measured: Measured, claims: Sequence[Claim], *, limits: Limits, chip: Chip, attended_tokens: int | None = None
+    measured: Measured,
+    claims: Sequence[Claim],
+    *,
+    limits: Limits,
+    chip: Chip,
+    attended_tokens: int | None = None,
+    reserve_worst: bool = False,
 ) -> Charges:
     """Sort everything that must be paid for. Claims that do not apply cost nothing.
 
     ``attended_tokens`` is the most that one step may attend to; it bounds the scratch that grows with them, but one
     sequence of full length must always pass. None: every running sequence at full length at once.
+    ``reserve_worst``: that scratch is paid for up to there whatever the pool, so nothing is ``rated``.
     """
     live = [claim for claim in claims if claim.applies]
     worst = limits.max_batch_size * limits.max_seq_len
     most = worst if attended_tokens is None else min(max(attended_tokens, limits.max_seq_len), worst)
-    rated = _rated(live, limits=limits, chip=chip, most_tokens=most)
-    resident = _strongest_of_shares(_resident(live, limits=limits, chip=chip))
+    growing = _rated(live, limits=limits, chip=chip, most_tokens=most)
+    paid_tokens = most if growing and reserve_worst else None
+    resident = _strongest_of_shares(_resident(live, limits=limits, chip=chip, attended_tokens=paid_tokens or 0))
     transient = _transient(measured.stages, [claim for claim in live if _in_a_step(claim)])
     quantities = {
         LineKind.WEIGHTS: measured.weights,
@@ -91,16 +103,19 @@ def charges(
         lines=(*lines, transient),
         fragmentation=_fragmentation(measured.stages),
         per_block=tuple((c, c.cost.bytes_per_block) for c in live if isinstance(c.cost, PerBlock)),
-        rated=rated,
+        rated=() if reserve_worst else growing,
+        paid_tokens=paid_tokens,
     )
 
 
-def _scratch_bytes(scratch: Scratch, *, limits: Limits, chip: Chip) -> int:
-    """What is paid whatever the pool: all of it where the backend bounds its chunks, else all but the attended part."""
+def _scratch_bytes(scratch: Scratch, *, limits: Limits, chip: Chip, attended_tokens: int) -> int:
+    """What is paid whatever the pool: all of it where the backend bounds its chunks, else the part of so many attended
+    tokens beside the part that does not grow with them."""
     if scratch.chunk_bounded:
         return scratch.bytes_at(worst_shape(limits), chip)
     rates = scratch.rates(limits, chip)
-    return rates.fixed + rates.per_row * limits.max_batch_size + rates.per_token * limits.max_num_tokens
+    grown = rates.per_attended_token * attended_tokens
+    return rates.fixed + rates.per_row * limits.max_batch_size + rates.per_token * limits.max_num_tokens + grown
 
 
 def _rated(claims: Iterable[Claim], *, limits: Limits, chip: Chip, most_tokens: int) -> tuple[RatedClaim, ...]:
@@ -116,13 +131,14 @@ def _rated(claims: Iterable[Claim], *, limits: Limits, chip: Chip, most_tokens: 
     return tuple(strongest.values())
 
 
-def _resident(claims: Iterable[Claim], *, limits: Limits, chip: Chip) -> list[tuple[Claim, Line]]:
+def _resident(claims: Iterable[Claim], *, limits: Limits, chip: Chip, attended_tokens: int) -> list[tuple[Claim, Line]]:
     """Every claim of a fixed size that is not confined to a step, as the child line it becomes."""
     found = []
     for claim in claims:
         if _in_a_step(claim) or isinstance(claim.cost, PerBlock):
             continue
-        found.append((claim, claim_line(claim, num_bytes=_unprobed(claim, limits=limits, chip=chip))))
+        size = _size(claim, limits=limits, chip=chip, attended_tokens=attended_tokens)
+        found.append((claim, claim_line(claim, num_bytes=max(0, size - claim.probed_bytes))))
     return found
 
 
@@ -131,10 +147,10 @@ def _in_a_step(claim: Claim) -> bool:
     return claim.lifetime == Lifetime.STEP and isinstance(claim.cost, Fixed)
 
 
-def _unprobed(claim: Claim, *, limits: Limits, chip: Chip) -> int:
-    cost = claim.cost
-    size = _scratch_bytes(cost, limits=limits, chip=chip) if isinstance(cost, Scratch) else _plain_bytes(claim)
-    return max(0, size - claim.probed_bytes)
+def _size(claim: Claim, *, limits: Limits, chip: Chip, attended_tokens: int) -> int:
+    if isinstance(claim.cost, Scratch):
+        return _scratch_bytes(claim.cost, limits=limits, chip=chip, attended_tokens=attended_tokens)
+    return _plain_bytes(claim)
 
 
 def _plain_bytes(claim: Claim) -> int:

@@ -59,7 +59,12 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
     """The plan for one rank. Raises ``DoesNotFit`` (without remedies) where not one sequence of max_seq_len fits."""
     limits, knobs = inputs.limits, inputs.knobs
     charged = charges(
-        inputs.measured, inputs.claims, limits=limits, chip=inputs.chip, attended_tokens=knobs.attended_tokens.value
+        inputs.measured,
+        inputs.claims,
+        limits=limits,
+        chip=inputs.chip,
+        attended_tokens=knobs.attended_tokens.value,
+        reserve_worst=knobs.scratch.value == "reserve",
     )
     price = PoolPrice.of(inputs.layout, charged, limits=limits, page_bytes=inputs.page_bytes)
     page_losses = _page_losses(charged, inputs.page_bytes)
@@ -183,6 +188,8 @@ def _bar(
 
 def _attended_cap(charged: Charges, price: PoolPrice, num_blocks: int) -> int | None:
     """Tokens one step may attend to so that every growing scratch holds; None where nothing grows."""
+    if charged.paid_tokens is not None:
+        return charged.paid_tokens
     granted = price.granted_bytes(num_blocks)
     return min(
         (have // rated.bytes_per_token for have, rated in zip(granted, charged.rated, strict=True)), default=None

@@ -21,7 +21,7 @@ from tonnage.engine.options import Chunking, EngineOptions
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
 from tonnage.layout import KVLayout
-from tonnage.planner import check_knobs, plan_measured, plan_without_device, resolve_limits
+from tonnage.planner import check_knobs, plan_measured, plan_without_device, refuse_planned_only, resolve_limits
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
 
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
@@ -50,6 +50,7 @@ class Target:
     def read(cls, options: EngineOptions) -> Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
+        refuse_planned_only(options.knobs)
         folder, rank = model_folder(options.model), Rank()
         config = ModelConfig.read(folder, name=_shown_name(options.model))
         family = family_of(config)

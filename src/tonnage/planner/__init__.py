@@ -17,12 +17,21 @@ from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
 from tonnage.planner.claims import claims_for, unlisted
+from tonnage.planner.knobs import check_knobs, refuse_planned_only
 from tonnage.planner.limits import resolve_limits
-from tonnage.planner.question import Question, answer, check_knobs, listed_claims
+from tonnage.planner.question import Question, answer, listed_claims
 from tonnage.planner.remedies import with_remedies
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
 
-__all__ = ["check_knobs", "claims_for", "find_config", "plan_measured", "plan_without_device", "resolve_limits"]
+__all__ = [
+    "check_knobs",
+    "claims_for",
+    "find_config",
+    "plan_measured",
+    "plan_without_device",
+    "refuse_planned_only",
+    "resolve_limits",
+]
 
 
 def plan_without_device(

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from tonnage.config import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS, LimitKnobs, Limits, Origin, Setting
+from dataclasses import replace
+from typing import Any
+
+from tonnage.config import (
+    DEFAULT_ADAPTER_RANK,
+    DEFAULT_ENCODER_CACHE_BYTES,
+    DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_NUM_TOKENS,
+    LimitKnobs,
+    Limits,
+    Origin,
+    Setting,
+)
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.layers import Attention
 from tonnage.errors import InvalidSetting
 from tonnage.layout import PENALTY_TABLES
+from tonnage.planner.graphs import graph_sizes
 from tonnage.sampling import MAX_LOGPROBS
 
 #: Defaults on the host device: a probe of 8,192 tokens would take tens of seconds on a CPU.
@@ -19,6 +33,7 @@ def resolve_limits(
     device_kind: str = "cuda",
     fitted_seq_len: int | None = None,
     disabled_claims: frozenset[str] = frozenset(),
+    graphs: Setting[str] | None = None,
 ) -> tuple[Limits, LimitKnobs]:
     """Limits, and the settings they come from (now with a value each); ``device_kind`` chooses the defaults.
 
@@ -26,15 +41,18 @@ def resolve_limits(
     a smaller ``max_num_tokens`` lowers a batch size left open, and is refused beside one that was asked for.
     A step cannot hold more than ``max_batch_size * max_seq_len`` tokens, so ``max_num_tokens`` left open stops there
     (at the model's length where max_seq_len is fitted, so that fitting it does not change the probes).
-    Requests may have penalties unless their tables are among the ``disabled_claims``.
+    ``graphs`` is the knob; a host has none. Requests may have penalties unless their tables are among the
+    ``disabled_claims``.
     Raises ``InvalidSetting`` for limits below 1 or beyond the model's positions.
     """
     for name in ("max_seq_len", "max_batch_size", "max_num_tokens"):
-        _check_positive(name, getattr(asked, name))
+        _check_whole(name, getattr(asked, name), least=1)
+    for name in ("max_draft_tokens", "max_adapters", "max_adapter_rank", "max_encoder_tokens", "encoder_cache_bytes"):
+        _check_whole(name, getattr(asked, name), least=0)
     seq_len = _seq_len(config, asked.max_seq_len, fitted_seq_len)
     longest = asked.max_seq_len.or_else(config.max_position_embeddings)
     batch, tokens = _batch_and_tokens(asked, seq_len=longest, on_host=device_kind == "host")
-    settings = LimitKnobs(max_seq_len=seq_len, max_batch_size=batch, max_num_tokens=tokens)
+    settings = replace(asked, max_seq_len=seq_len, max_batch_size=batch, max_num_tokens=tokens)
     num_rows, num_tokens = batch.or_else(1), tokens.or_else(1)
     limits = Limits(
         max_seq_len=seq_len.or_else(1),
@@ -43,8 +61,31 @@ def resolve_limits(
         max_logits_rows=min(num_rows, num_tokens),
         max_logprobs=MAX_LOGPROBS,
         penalties=PENALTY_TABLES not in disabled_claims,
+        graph_batch_sizes=graph_sizes(graphs or Setting(), max_batch_size=num_rows, on_host=device_kind == "host"),
+        **_features(config, asked, num_tokens=num_tokens),
     )
     return limits, settings
+
+
+def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int) -> dict[str, Any]:
+    """What requests may ask for beyond plain text. An encoder that nobody mentions may run in any step."""
+    has_encoder = bool(config.towers) or any(
+        isinstance(layer.mixer, Attention) and layer.mixer.is_cross for layer in config.layers
+    )
+    for name in ("max_encoder_tokens", "encoder_cache_bytes"):
+        if getattr(asked, name).or_else(0) and not has_encoder:
+            raise InvalidSetting(
+                name, getattr(asked, name).value, f"{config.name} has no encoder", remedy=f"leave {name} out"
+            )
+    adapters = asked.max_adapters.or_else(0)
+    return {
+        "max_draft_tokens": asked.max_draft_tokens.or_else(0),
+        "max_adapters": adapters,
+        "max_adapter_rank": asked.max_adapter_rank.or_else(DEFAULT_ADAPTER_RANK) if adapters else 0,
+        "max_encoder_tokens": asked.max_encoder_tokens.or_else(num_tokens if has_encoder else 0),
+        "encoder_cache_bytes": asked.encoder_cache_bytes.or_else(DEFAULT_ENCODER_CACHE_BYTES if has_encoder else 0),
+        "prompt_logprobs": asked.prompt_logprobs.or_else(False),
+    }
 
 
 def _seq_len(config: ModelConfig, asked: Setting[int], fitted: int | None) -> Setting[int]:
@@ -86,9 +127,10 @@ def _batch_and_tokens(asked: LimitKnobs, *, seq_len: int, on_host: bool) -> tupl
     return batch, tokens
 
 
-def _check_positive(name: str, setting: Setting[int]) -> None:
+def _check_whole(name: str, setting: Setting[int], *, least: int) -> None:
     value = setting.value
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidSetting(name, setting.text or value, "not a whole number above 0", remedy="write 1 or more")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        told = "not a whole number above 0" if least else "not a whole number"
+        raise InvalidSetting(name, setting.text or value, told, remedy=f"write {least} or more")

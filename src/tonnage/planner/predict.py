@@ -20,15 +20,17 @@ def predict(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtyp
         context=context_bytes(card.kind, known=card.context),
         libraries=library_bytes(card.kind, known=card.libraries),
         stages=_stages(config, card=card, limits=limits, rank=rank, dtype=dtype),
-        graphs=graph_bytes(
-            config,
-            device_kind=card.kind,
-            max_batch_size=limits.max_batch_size,
-            num_graphs=len(limits.graph_batch_sizes),
-            dtype=dtype,
-            rank=rank,
-        ),
+        graphs=_graphs(config, card=card, limits=limits, rank=rank, dtype=dtype),
         foreign_bytes=Quantity.exact(0, Source.ASSUMED, "an empty device"),
+    )
+
+
+def _graphs(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtype: str) -> Quantity | None:
+    sizes = limits.graph_batch_sizes
+    if not sizes:
+        return None
+    return graph_bytes(
+        config, device_kind=card.kind, max_batch_size=sizes[-1], num_graphs=len(sizes), dtype=dtype, rank=rank
     )
 
 

@@ -6,24 +6,21 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from fractions import Fraction
 
 import tonnage
 from tonnage.budget.plan import PlanInputs, plan
 from tonnage.budget.search import largest
-from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits, parse_admission
+from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import kv_layout
-from tonnage.errors import DoesNotFit, InvalidSetting
+from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
 from tonnage.planner.claims import claims_for, without
+from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.predict import predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
-
-#: Knobs whose rooms do not exist yet: a value would have no effect, so it is refused.
-LATER_KNOBS = ("host_kv_bytes", "disk_kv_bytes", "state_dtype", "scratch", "attended_tokens", "graphs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,31 +85,6 @@ def fitted_seq_len(question: Question) -> int | None:
     return round_down(found, question.block_tokens)
 
 
-def check_knobs(knobs: Knobs) -> None:
-    """Raise ``InvalidSetting`` for knobs that this release does not know how to obey, and for values out of range."""
-    for name, setting in knobs.items():
-        if setting.value is None:
-            continue
-        if name in LATER_KNOBS:
-            raise InvalidSetting(name, setting.text or setting.value, "not in this release", remedy=f"leave {name} out")
-        if name == "kv_fraction":
-            _check_fraction(setting.value)
-        elif name == "admission":
-            parse_admission(setting.value)
-        elif name != "kv_dtype":
-            _check_size(name, setting.value, least=0 if name == "keep_free_bytes" else 1)
-
-
-def _check_fraction(value: object) -> None:
-    if not isinstance(value, Fraction | int) or not 0 < value <= 1:
-        raise InvalidSetting("kv_fraction", value, "outside 0 < share <= 1", remedy="write a share such as 0.9 or 9/10")
-
-
-def _check_size(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidSetting(name, value, "not a whole number above 0", remedy=f"write {least} or more")
-
-
 def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
     """One run of the arithmetic; ``fitted`` stands in for a max_seq_len that was left open."""
     config, knobs, card = question.config, question.knobs, question.card
@@ -122,6 +94,7 @@ def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
         device_kind=card.kind,
         fitted_seq_len=fitted,
         disabled_claims=knobs.disabled_claims,
+        graphs=knobs.graphs,
     )
     layout = kv_layout(config, kv_dtype=question.kv_dtype, block_tokens=question.block_tokens, rank=question.rank)
     claims = (*listed_claims(question, limits), *question.extra_claims)

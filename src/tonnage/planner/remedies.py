@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from tonnage.budget.search import largest, smallest
-from tonnage.config import DEFAULT_KEEP_FREE_BYTES, LimitKnobs, Limits, Origin, Setting
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Origin, Setting
 from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.limits import resolve_limits
@@ -51,7 +51,9 @@ def _aim(question: Question) -> Question:
     if question.limit_knobs.max_seq_len.is_set:
         return question
     tokens = min(USEFUL_TOKENS, question.config.max_position_embeddings)
-    return _limited(question, "max_seq_len", tokens)
+    aim = _limited(question, "max_seq_len", tokens)
+    # A short max_seq_len would also lower the default of max_num_tokens, and whoever follows a remedy names neither.
+    return _limited(aim, "max_num_tokens", _in_force(question).max_num_tokens)
 
 
 def plans(question: Question) -> bool:
@@ -68,8 +70,8 @@ def _set(value: int) -> Setting[int]:
 
 
 def _limited(question: Question, name: str, value: int) -> Question:
-    limits: LimitKnobs = replace(question.limit_knobs, **{name: _set(value)})
-    return replace(question, limit_knobs=limits)
+    changed: dict[str, Any] = {name: _set(value)}
+    return replace(question, limit_knobs=replace(question.limit_knobs, **changed))
 
 
 def _priced(question: Question, name: str, value: int) -> Question:

@@ -1,0 +1,93 @@
+"""Knobs that only plans know: graphs, attended tokens, the worst case of growing scratch, features of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tonnage.config import Knobs, LimitKnobs, Setting
+from tonnage.costs.config import ModelConfig
+from tonnage.errors import InvalidSetting
+from tonnage.hardware import generic_card, host_card
+from tonnage.planner import check_knobs, plan_without_device, refuse_planned_only, resolve_limits
+from tonnage.planner.graphs import default_sizes, graph_sizes
+from tonnage.units import GiB
+
+LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
+
+
+def knobs(**asked) -> Knobs:
+    return Knobs(**{name: Setting.flag(value, value, f"--{name}") for name, value in asked.items()})
+
+
+def test_the_common_list_of_graphs():
+    assert default_sizes(256) == (1, 2, 4, *range(8, 257, 8))
+    assert len(default_sizes(256)) == 35
+    assert default_sizes(3) == (1, 2, 3)
+    assert default_sizes(300)[-3:] == (272, 288, 300)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("none", ()), ("8, 1,4,4", (1, 4, 8)), ("Default", default_sizes(16)), (None, default_sizes(16))],
+)
+def test_graphs_by_their_text(text, sizes):
+    assert graph_sizes(Setting(text), max_batch_size=16, on_host=False) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "1,", "0", "-1", "17", "two", "1;2", "1.5"])
+def test_graphs_refused(text):
+    with pytest.raises(InvalidSetting, match="graphs"):
+        graph_sizes(Setting.flag(text, text, "--graphs"), max_batch_size=16, on_host=False)
+
+
+def test_a_host_has_no_graphs():
+    assert graph_sizes(Setting(), max_batch_size=16, on_host=True) == ()
+    with pytest.raises(InvalidSetting, match="a host captures no graphs"):
+        plan_without_device(LLAMA_8B, card=host_card(64 * GiB), knobs=knobs(graphs="1,2"))
+
+
+def test_fewer_graphs_leave_more_for_the_pool():
+    tokens = [
+        plan_without_device(LLAMA_8B, card=generic_card(80 * GiB), knobs=knobs(graphs=text)).kv.tokens
+        for text in ("none", "1,2,4,8", "default")
+    ]
+    assert tokens == sorted(tokens, reverse=True)
+    assert len(set(tokens)) == 3
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"host_kv_bytes": 1}, {"state_dtype": "bfloat16"}, {"scratch": "cap"}, {"attended_tokens": 1}, {"graphs": "none"}],
+)
+def test_the_engine_refuses_what_only_plans_know(asked):
+    (name,) = asked
+    check_knobs(knobs(**asked))
+    with pytest.raises(InvalidSetting, match=f"{name}.*only plans do"):
+        refuse_planned_only(knobs(**asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"disk_kv_bytes": 1}, "not in this release"),
+        ({"scratch": "lend"}, "cannot be lent"),
+        ({"scratch": "borrow"}, "no such policy"),
+        ({"state_dtype": "float3"}, "not a dtype"),
+        ({"attended_tokens": 0}, "not a whole number above 0"),
+        ({"host_kv_bytes": -1}, "not a whole number above 0"),
+    ],
+)
+def test_knobs_refused(asked, said):
+    with pytest.raises(InvalidSetting, match=said):
+        plan_without_device(LLAMA_8B, card=generic_card(80 * GiB), knobs=knobs(**asked))
+
+
+def test_features_of_requests():
+    asked = LimitKnobs(max_adapters=Setting(4), prompt_logprobs=Setting(True), max_draft_tokens=Setting(3))
+    limits, _ = resolve_limits(LLAMA_8B, asked)
+    assert (limits.max_adapters, limits.max_adapter_rank, limits.prompt_logprobs) == (4, 16, True)
+    assert (limits.max_draft_tokens, limits.extra_tokens, limits.max_encoder_tokens) == (3, 3, 0)
+    with pytest.raises(InvalidSetting, match="has no encoder"):
+        resolve_limits(LLAMA_8B, LimitKnobs(max_encoder_tokens=Setting(100)))
