@@ -341,12 +341,30 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """A limit on the pool: ``kv_bytes`` it would allow, the ``setting`` it comes from, and whether it binds."""
+    """A limit on the pool: ``kv_bytes`` it would allow, the ``setting`` it comes from, and whether it binds.
+
+    ``reason`` names the failure that it prevents and the cost that it accepts.
+    """
 
     name: str
     kv_bytes: int
     setting: str
     binding: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotCharged:
+    """A claim that costs this plan nothing: ``bytes`` it would have been, and ``because`` why it is not.
+
+    ``switched_off``: the user did that; else what triggers it is not there.
+    """
+
+    name: str
+    owner: str
+    bytes: int
+    because: str
+    switched_off: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,6 +397,7 @@ class MemoryPlan:
 
     max_concurrency: sequences of ``limits.max_seq_len`` tokens that the pool holds at once (whole ones).
     limit_knobs: what was asked about shapes, so that reports can say where each of ``limits`` came from.
+    not_charged: claims that were considered and cost nothing here, each with the reason.
     """
 
     schema: str = PLAN_SCHEMA
@@ -398,6 +417,7 @@ class MemoryPlan:
     fingerprint: str
     warnings: tuple[str, ...] = ()
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
+    not_charged: tuple[NotCharged, ...] = ()
 
     def line(self, kind: LineKind) -> Line | None:
         """The first top-level line of that kind, or None where the plan has none."""

@@ -19,6 +19,7 @@ from tonnage.terms import (
     LineKind,
     Maker,
     Measured,
+    NotCharged,
     PerBlock,
     Quantity,
     Scratch,
@@ -105,6 +106,23 @@ def charges(
         per_block=tuple((c, c.cost.bytes_per_block) for c in live if isinstance(c.cost, PerBlock)),
         rated=() if reserve_worst else growing,
         paid_tokens=paid_tokens,
+    )
+
+
+def not_charged(
+    claims: Sequence[Claim], *, disabled: frozenset[str], limits: Limits, chip: Chip
+) -> tuple[NotCharged, ...]:
+    """Claims that do not apply, with what they would cost at the limits."""
+    return tuple(
+        NotCharged(
+            name=claim.name,
+            owner=claim.owner,
+            bytes=_size(claim, limits=limits, chip=chip, attended_tokens=limits.max_batch_size * limits.max_seq_len),
+            because=claim.because,
+            switched_off=claim.name in disabled,
+        )
+        for claim in claims
+        if not claim.applies
     )
 
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from tonnage.budget.charges import Charges, charges
+from tonnage.budget.charges import Charges, charges, not_charged
 from tonnage.budget.lines import partition
 from tonnage.budget.money import Budget
 from tonnage.budget.pool import POOL_CAPS, PoolPrice
 from tonnage.budget.refusal import refuse_beside_pool, refuse_pool
 from tonnage.budget.steps import derivation
-from tonnage.budget.words import told
+from tonnage.budget.words import WHY_CAP, told
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Knobs, LimitKnobs, Limits
 from tonnage.layout import KVLayout, blocks_per_sequence
 from tonnage.terms import (
@@ -38,7 +38,9 @@ from tonnage.units import round_up
 class PlanInputs:
     """All that the arithmetic sees. ``limit_knobs`` says where each limit came from; it does not change numbers.
 
-    page_bytes   arenas (weights, scratch, KV) are committed in whole pages of this size
+    page_bytes       arenas (weights, scratch, KV) are committed in whole pages of this size
+    ranks_tokens     what the smallest rank's pool holds, ranks_attended what it can attend to in a step; None: the only
+                     rank, or the others are not known yet
     """
 
     device_name: str
@@ -53,6 +55,8 @@ class PlanInputs:
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
     fingerprint: str = ""
     warnings: tuple[str, ...] = ()
+    ranks_tokens: int | None = None
+    ranks_attended: int | None = None
 
 
 def plan(inputs: PlanInputs) -> MemoryPlan:
@@ -72,7 +76,7 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
     sequence_blocks = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
     if budget.rest < 0:
         refuse_beside_pool(inputs.model_name, budget, charged, price, sequence_blocks, limits=limits)
-    caps, num_blocks = _caps(budget, price, knobs=knobs, limits=limits)
+    caps, num_blocks = _caps(budget, price, inputs=inputs)
     if num_blocks < sequence_blocks:
         refuse_pool(inputs.model_name, budget, charged, price, sequence_blocks, caps=caps, limits=limits)
     tokens = num_blocks * price.block_tokens
@@ -113,13 +117,14 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
             reachable_tokens=tokens,
         ),
         host=HostPlan(),
-        attended_cap=_attended_cap(charged, price, num_blocks),
+        attended_cap=_attended_cap(charged, price, num_blocks, ranks_attended=inputs.ranks_attended),
         max_concurrency=num_blocks // sequence_blocks,
         knobs=knobs,
         limits=limits,
         limit_knobs=inputs.limit_knobs,
         fingerprint=inputs.fingerprint,
         warnings=inputs.warnings,
+        not_charged=not_charged(inputs.claims, disabled=knobs.disabled_claims, limits=limits, chip=inputs.chip),
     )
 
 
@@ -142,11 +147,12 @@ def _budget(inputs: PlanInputs, *, fixed: int) -> Budget:
     )
 
 
-def _caps(budget: Budget, price: PoolPrice, *, knobs: Knobs, limits: Limits) -> tuple[tuple[Cap, ...], int]:
+def _caps(budget: Budget, price: PoolPrice, *, inputs: PlanInputs) -> tuple[tuple[Cap, ...], int]:
     """Every limit on the pool in KV bytes of whole blocks, the smallest marked, and its number of blocks.
 
     Where several are equally small the first of the order below binds.
     """
+    knobs, limits = inputs.knobs, inputs.limits
     found = [("budget", price.blocks_within(budget.room - budget.fixed), "what the device leaves")]
     if budget.total_bytes is not None:
         found.append(("total_bytes", price.blocks_within(budget.rest), told("total_bytes", knobs.total_bytes)))
@@ -160,9 +166,17 @@ def _caps(budget: Budget, price: PoolPrice, *, knobs: Knobs, limits: Limits) -> 
         # A pool that also caches prefixes has a use for every block; without, more than this is never touched.
         used = f"max_batch_size {limits.max_batch_size:,} x max_seq_len {limits.max_seq_len:,}"
         found.append(("limits", price.most_units, used))
+    if inputs.ranks_tokens is not None:
+        found.append(("ranks", inputs.ranks_tokens // price.block_tokens, "the smallest rank"))
     binding = min(range(len(found)), key=lambda i: found[i][1])
     caps = tuple(
-        Cap(name=name, kv_bytes=price.kv_bytes(blocks), setting=setting, binding=i == binding)
+        Cap(
+            name=name,
+            kv_bytes=price.kv_bytes(blocks),
+            setting=setting,
+            binding=i == binding,
+            reason=WHY_CAP[name],
+        )
         for i, (name, blocks, setting) in enumerate(found)
     )
     return caps, found[binding][1]
@@ -186,11 +200,9 @@ def _bar(
     )
 
 
-def _attended_cap(charged: Charges, price: PoolPrice, num_blocks: int) -> int | None:
-    """Tokens one step may attend to so that every growing scratch holds; None where nothing grows."""
-    if charged.paid_tokens is not None:
-        return charged.paid_tokens
+def _attended_cap(charged: Charges, price: PoolPrice, num_blocks: int, *, ranks_attended: int | None) -> int | None:
+    """Tokens one step may attend to so that every growing scratch holds, on every rank; None where nothing grows."""
     granted = price.granted_bytes(num_blocks)
-    return min(
-        (have // rated.bytes_per_token for have, rated in zip(granted, charged.rated, strict=True)), default=None
-    )
+    caps = [have // rated.bytes_per_token for have, rated in zip(granted, charged.rated, strict=True)]
+    caps += [cap for cap in (charged.paid_tokens, ranks_attended) if cap is not None]
+    return min(caps, default=None)

@@ -9,6 +9,22 @@ from tonnage.config import Limits, Setting
 from tonnage.layout import KVGroupKind
 from tonnage.units import format_bytes
 
+#: What each limit on the pool prevents, and what that costs.
+WHY_CAP = {
+    "budget": "a pool above it would leave the other lines too little, and the first step that needs them would run "
+    "out of memory; it costs nothing, for there is no more",
+    "total_bytes": "other programs count on the rest of the device, and would run out of memory first; the rest stays "
+    "unused by this engine",
+    "kv_fraction": "memory that nobody declared finds room beside the pool instead of ending the engine; that room "
+    "holds no tokens",
+    "kv_bytes": "the cache takes no more than was asked for, whatever else is free; more sequences wait",
+    "kv_tokens": "the cache takes no more than was asked for, whatever else is free; more sequences wait",
+    "limits": "all sequences that may run at once never fill more, so more would be committed and never touched; raise "
+    "max_batch_size or max_seq_len to use it",
+    "ranks": "ranks run one schedule, and a request that the smallest cannot hold would stop all of them; the others "
+    "leave the difference unused",
+}
+
 
 def told(name: str, setting: Setting[int] | Setting[Fraction]) -> str:
     """``total_bytes = 4GiB (--total-bytes)``."""

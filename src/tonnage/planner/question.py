@@ -42,6 +42,8 @@ class Question:
     measured: Measured | None = None
     extra_claims: tuple[Claim, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
+    ranks_tokens: int | None = None
+    ranks_attended: int | None = None
 
     @property
     def block_tokens(self) -> int:
@@ -112,6 +114,8 @@ def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
             limit_knobs=settings,
             fingerprint=fingerprint(question, limits),
             warnings=_warnings(question, limits, fitted),
+            ranks_tokens=question.ranks_tokens,
+            ranks_attended=question.ranks_attended,
         )
     )
 

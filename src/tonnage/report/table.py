@@ -34,6 +34,8 @@ def plan_parts(plan: MemoryPlan, console: Console) -> list[RenderableType]:
         parts.append(steps_table(plan))
     if plan.caps:
         parts.append(caps_table(plan))
+    if any(claim.switched_off for claim in plan.not_charged):
+        parts.append(switched_off_text(plan, console.width))
     if plan.warnings:
         parts.append(warnings_text(plan, console.width))
     return parts
@@ -168,6 +170,18 @@ def caps_table(plan: MemoryPlan) -> Table:
         for cap in plan.caps
     ]
     return grid(["  limit", "pool>", "set by"], rows, title="What limits the pool")
+
+
+def switched_off_text(plan: MemoryPlan, width: int) -> Text:
+    """Claims that the user switched off: requests that need them are refused, and here is what that saves."""
+    from rich.text import Text
+
+    told = [
+        f"{claim.name} would take {format_bytes(claim.bytes)}; requests that need it are refused"
+        for claim in plan.not_charged
+        if claim.switched_off
+    ]
+    return Text("\n".join(hanging(line, "switched off: ", width) for line in told))
 
 
 def warnings_text(plan: MemoryPlan, width: int) -> Text:
