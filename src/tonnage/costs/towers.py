@@ -1,0 +1,197 @@
+"""Weights of the encoders beside a text model, and of the projector between them.
+
+The sizes come from ``Tower``; which biases and norms lie between the matrices is a row of ``TOWER_TRAITS``, one for
+each class of transformers. A tower of another class is taken to have every bias, which is 0.2 % too much at worst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from tonnage.costs.config import ModelConfig
+from tonnage.costs.layers import Tower
+from tonnage.costs.tensors import Component, Tensor, matrix, vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerTraits:
+    """Biases of the projections, of the norms, of the patches; a norm before and after all layers; a class token."""
+
+    qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    patch_bias: bool = True
+    pre_norm: bool = False
+    post_norm: bool = True
+    class_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of the matrices, and of everything else."""
+
+    matrices: int
+    vectors: int
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.matrices + other.matrices, self.vectors + other.vectors)
+
+    def times(self, count: int) -> Elements:
+        return Elements(self.matrices * count, self.vectors * count)
+
+
+_PIXTRAL = TowerTraits(
+    qkv_bias=False, out_bias=False, mlp_bias=False, norm_bias=False, patch_bias=False, pre_norm=True, post_norm=False
+)
+_QWEN2 = TowerTraits(patch_bias=False, post_norm=False)
+_QWEN2_5 = TowerTraits(norm_bias=False, patch_bias=False, post_norm=False)
+_QWEN3 = TowerTraits(post_norm=False)
+_CLIP = TowerTraits(patch_bias=False, pre_norm=True, class_token=True)
+
+#: By the model_type of the vision part; where an older config.json gives it none, by the whole model's.
+TOWER_TRAITS: dict[str, TowerTraits] = {
+    **dict.fromkeys(("siglip_vision_model", "idefics3_vision"), TowerTraits()),
+    **dict.fromkeys(("clip_vision_model", "llama4_vision_model"), _CLIP),
+    "pixtral": _PIXTRAL,
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_vision", "qwen3_vl_moe_vision"), _QWEN3),
+    "mllama_vision_model": TowerTraits(
+        qkv_bias=False, out_bias=False, patch_bias=False, pre_norm=True, class_token=True
+    ),
+}
+
+
+def tower_tensors(config: ModelConfig) -> tuple[tuple[Tensor, ...], bool]:
+    """The tensors of all towers and their projectors, whole, and whether every one is counted exactly."""
+    found: list[Tensor] = []
+    exact = True
+    for tower in config.towers:
+        raw = _raw_of(config, tower)
+        traits = TOWER_TRAITS.get(str(raw.get("model_type") or config.raw.get("model_type") or ""))
+        exact = exact and traits is not None
+        elements = _tower(tower, traits or TowerTraits(pre_norm=True), raw) + _projector(config, tower, raw)
+        found += _tensors(tower, elements)
+    return tuple(found), exact
+
+
+def _tensors(tower: Tower, elements: Elements) -> Iterator[Tensor]:
+    """One matrix stands for all of a tower's: packed formats look at rows of its width."""
+    rows, rest = divmod(elements.matrices, tower.hidden_size)
+    yield matrix(Component.TOWERS, f"{tower.kind}_tower", rows, tower.hidden_size)
+    yield vector(Component.TOWERS, f"{tower.kind}_tower", elements.vectors + rest)
+
+
+def _raw_of(config: ModelConfig, tower: Tower) -> Mapping[str, object]:
+    found = config.raw.get(f"{tower.kind}_config")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _count(raw: Mapping[str, object], key: str, default: int) -> int:
+    found = raw.get(key)
+    return found if isinstance(found, int) and not isinstance(found, bool) else default
+
+
+def _tower(tower: Tower, traits: TowerTraits, raw: Mapping[str, object]) -> Elements:
+    hidden = tower.hidden_size
+    norm = hidden * (2 if traits.norm_bias else 1)
+    num_layers = tower.num_layers
+    elements = Elements(0, 0)
+    if raw.get("model_type") == "mllama_vision_model":
+        num_layers = _count(raw, "num_hidden_layers", 32) + _count(raw, "num_global_layers", 8)
+        elements += _tiles(tower, raw)
+    elements += _layer(tower, traits).times(num_layers)
+    patches = Elements(hidden * tower.patch_elements, hidden * traits.patch_bias * bool(tower.patch_elements))
+    ends = norm * (traits.pre_norm + traits.post_norm) + hidden * (tower.num_positions + traits.class_token)
+    if raw.get("model_type") == "siglip_vision_model" and raw.get("vision_use_head", True):
+        elements += _pooling_head(tower)
+    return elements + patches + Elements(0, ends)
+
+
+def _layer(tower: Tower, traits: TowerTraits) -> Elements:
+    hidden, inner, ups = tower.hidden_size, tower.intermediate_size, 2 if tower.is_gated else 1
+    vectors = 2 * hidden * (2 if traits.norm_bias else 1) + hidden * (3 * traits.qkv_bias + traits.out_bias)
+    if traits.mlp_bias:
+        vectors += ups * inner + hidden
+    return Elements(4 * hidden * hidden + (ups + 1) * hidden * inner, vectors)
+
+
+def _pooling_head(tower: Tower) -> Elements:
+    """SigLIP's attention over one learned query, which text models do not read but the class has."""
+    hidden, inner = tower.hidden_size, tower.intermediate_size
+    return Elements(4 * hidden * hidden + 2 * hidden * inner, hidden + 4 * hidden + 2 * hidden + inner + hidden)
+
+
+def _tiles(tower: Tower, raw: Mapping[str, object]) -> Elements:
+    """Embeddings of the tile an image patch lies in: before the layers, after them, and within the positions."""
+    ratios = raw.get("supported_aspect_ratios")
+    num_ratios = len(ratios) if isinstance(ratios, list) else 8
+    rows = (num_ratios + 1) * _count(raw, "max_num_tiles", 4) * tower.hidden_size
+    gates = 3 + 2 * _count(raw, "num_global_layers", 8)
+    return Elements(0, rows * (tower.num_positions + 2) + gates)
+
+
+def _projector(config: ModelConfig, tower: Tower, raw: Mapping[str, object]) -> Elements:
+    build = _PROJECTORS.get(str(config.raw.get("model_type")))
+    if build is None or tower.kind != "vision":
+        return Elements(tower.projector_elements, 0)
+    return build(tower.hidden_size, config.hidden_size, raw)
+
+
+def _merger(hidden: int, out: int, merge: int, norm: int) -> Elements:
+    """Several patches side by side through two layers with biases, and a norm."""
+    wide = hidden * merge**2
+    return Elements(wide * wide + wide * out, wide + out + norm)
+
+
+def _qwen2_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
+    return _merger(hidden, out, _count(raw, "spatial_merge_size", 2), 2 * hidden)
+
+
+def _qwen2_5_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
+    return _merger(hidden, out, _count(raw, "spatial_merge_size", 2), hidden)
+
+
+def _qwen3_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
+    merge = _count(raw, "spatial_merge_size", 2)
+    levels = raw.get("deepstack_visual_indexes")
+    deep = _merger(hidden, out, merge, 2 * hidden * merge**2)
+    return _merger(hidden, out, merge, 2 * hidden) + deep.times(len(levels) if isinstance(levels, list) else 3)
+
+
+def _gemma3(hidden: int, out: int, _raw: Mapping[str, object]) -> Elements:
+    return Elements(hidden * out, hidden)
+
+
+def _llama4(_hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
+    inner, middle = _count(raw, "intermediate_size", 5632), _count(raw, "projector_input_dim", 4096)
+    last, given = _count(raw, "projector_output_dim", 4096), _count(raw, "vision_output_dim", 4096)
+    return Elements(inner * middle + last * last + given * out, 0)
+
+
+def _mllama(_hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
+    return Elements(_count(raw, "vision_output_dim", 7680) * out, out)
+
+
+def _mistral3(hidden: int, out: int, _raw: Mapping[str, object]) -> Elements:
+    return Elements(4 * hidden * hidden + hidden * out + out * out, hidden)
+
+
+def _llava(hidden: int, out: int, _raw: Mapping[str, object]) -> Elements:
+    return Elements(hidden * out + out * out, 2 * out)
+
+
+#: By the model_type of the whole model.
+_PROJECTORS: dict[str, Callable[[int, int, Mapping[str, object]], Elements]] = {
+    "gemma3": _gemma3,
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl,
+    "llama4": _llama4,
+    "mllama": _mllama,
+    "mistral3": _mistral3,
+    "llava": _llava,
+}
