@@ -23,6 +23,15 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
 
 def config(**changes):
     return ModelConfig.from_dict({**LLAMA, **changes}, name="tiny")
@@ -109,17 +118,20 @@ def test_fields_that_contradict(changes, named):
     ("changes", "phrase"),
     [
         ({"num_local_experts": 8}, "num_local_experts = 8"),
-        ({"n_routed_experts": 64, "kv_lora_rank": 512}, "kv_lora_rank = 512"),
+        ({"n_routed_experts": 64, **LATENT}, "kv_lora_rank = 512"),
         ({"mamba_d_state": 128}, "mamba_d_state = 128"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types with linear_attention"),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}, "sliding_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"] * 2, **LINEAR}, "layer_types with linear_attention"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}, "sliding_attention"),
         ({"linear_num_value_heads": 32}, "linear_num_value_heads"),
         ({"sliding_window": 128}, "sliding_window = 128"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"vision_config": {"depth": 3}}, "vision_config"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq)"),
         ({"model_type": "mistral"}, "sliding_window = 4096"),
-        ({"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": True}, "sliding_window = 128"),
+        (
+            {"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 0},
+            "sliding_window = 128",
+        ),
     ],
 )
 def test_what_is_no_dense_decoder_is_refused_with_the_field(changes, phrase):

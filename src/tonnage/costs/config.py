@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
+from tonnage.costs.encoders import towers
 from tonnage.costs.families import FAMILIES, Family
-from tonnage.costs.layers import Attention, Dense, Layer, Quantisation, Tower
+from tonnage.costs.feedforward import FeedForwards, widest
+from tonnage.costs.layers import Attention, Latent, Layer, Quantisation, Recurrent, Tower
+from tonnage.costs.mixers import draft_mixers, layer_mixers
+from tonnage.costs.packing import quantisation
+from tonnage.costs.patterns import Kind, layer_kinds, num_layers
+from tonnage.costs.reading import LARGEST_LAYERS, Fields
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UnsupportedModel
-
-#: No published model comes near; a number above it is a typing error, and pricing it would take for ever.
-_LARGEST_LAYERS, _LARGEST_SIZE = 10_000, 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder. Sizes are elements, counts are per model (not per rank), ``dtype`` of the weights.
 
-    sliding_window  tokens a query can look back, None for full attention
+    ``layers`` is the whole truth. The single numbers beside it are those of a layer with full attention where there
+    is one (of the first mixer otherwise), and ``intermediate_size`` is the widest dense part (or an expert's width).
+
+    sliding_window  tokens a query can look back in the layers that have a window, None where none has
     layers          what each layer is made of, ``num_layers`` of them, ``mtp_layers`` not counted
+    state_dtype     dtype of recurrent states, None where config.json does not name one
     mtp_layers      extra layers for multi-token prediction; they keep a cache of their own when drafting
     quantisation    how the checkpoint packs its matrices, None where it does not
     towers          encoders beside the text model
@@ -51,6 +58,7 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     layers: tuple[Layer, ...] = ()
+    state_dtype: str | None = None
     mtp_layers: tuple[Layer, ...] = ()
     quantisation: Quantisation | None = None
     towers: tuple[Tower, ...] = ()
@@ -71,7 +79,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, object], *, name: str = "") -> ModelConfig:
         """From the content of a config.json. Raises ``ModelConfigError`` naming the field that is missing or wrong."""
-        return _Reader(raw, name=name).config()
+        return _config(Fields(raw, name=name))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, name: str = "") -> ModelConfig:
@@ -109,148 +117,133 @@ def _read_json(file: Path) -> Mapping[str, object]:
     return raw
 
 
-class _Reader:
-    """Reads one config.json, nested ``text_config`` included, and remembers what it had to assume."""
+def _config(fields: Fields) -> ModelConfig:
+    if not fields.model_type:
+        raise fields.error("model_type", "is missing")
+    family = FAMILIES.get(fields.model_type)
+    count, hidden = num_layers(fields), fields.count("hidden_size")
+    kinds = layer_kinds(fields, count)
+    mixers = layer_mixers(fields, kinds)
+    parts = FeedForwards(fields, kinds)
+    feeds = parts.all()
+    layers = tuple(
+        Layer(mixer=mixer, feed_forward=feed, beside=beside)
+        for (mixer, beside), feed in zip(mixers, feeds, strict=True)
+    )
+    heads = _Heads.of(fields, layers)
+    window = max((m.window for layer in layers for m in _attention(layer) if m.window is not None), default=None)
+    return ModelConfig(
+        name=fields.name,
+        model_type=fields.model_type,
+        architectures=tuple(str(each) for each in fields.sequence("architectures") or ()),
+        num_layers=count,
+        hidden_size=hidden,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        layers=layers,
+        state_dtype=_state_dtype(fields, layers),
+        mtp_layers=_draft_layers(fields, kinds, parts),
+        intermediate_size=widest(feeds),
+        vocab_size=fields.count("vocab_size"),
+        max_position_embeddings=_positions(fields),
+        tie_word_embeddings=fields.flag(
+            "tie_word_embeddings", default=family is not None and family.tie_word_embeddings
+        ),
+        dtype=_dtype(fields),
+        qkv_bias=_bias(fields, "attention_bias", rule=family.qkv_bias if family else False),
+        out_bias=_bias(fields, "attention_bias", rule=family.out_bias if family else False),
+        mlp_bias=_bias(fields, "mlp_bias", rule=family.mlp_bias if family else False),
+        qk_norm=family is not None and family.qk_norm,
+        sliding_window=window,
+        quantisation=quantisation(fields),
+        towers=towers(fields),
+        unsupported=_unsupported(fields.outer, fields.inner, window=window, layers=layers),
+        notes=tuple(fields.notes),
+        raw=MappingProxyType(dict(fields.outer)),
+    )
 
-    def __init__(self, raw: Mapping[str, object], *, name: str) -> None:
-        text = raw.get("text_config")
-        self.outer = raw
-        self.raw = {**raw, **text} if isinstance(text, Mapping) else dict(raw)
-        self.name = name or str(raw.get("_name_or_path") or raw.get("model_type") or "model")
-        self.notes: list[str] = []
 
-    def config(self) -> ModelConfig:
-        model_type = str(self.raw.get("model_type") or "")
-        family = FAMILIES.get(model_type)
-        if not model_type:
-            raise self._error("model_type", "is missing")
-        unsupported = _unsupported(self.outer, self.raw)
-        heads = self._count("num_attention_heads")
-        hidden = self._count("hidden_size")
-        layers = self._count("num_hidden_layers", most=_LARGEST_LAYERS)
-        positions = self._count("max_position_embeddings")
-        window = self._window(family, num_layers=layers, positions=positions)
-        if window is not None:
-            unsupported.append(f"sliding_window = {window}")
-        kv_heads, head_dim = self._kv_heads(family, heads=heads), self._head_dim(family, hidden=hidden, heads=heads)
-        mixer = Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, v_head_dim=head_dim, window=window)
-        layer = Layer(mixer=mixer, feed_forward=Dense(intermediate_size=self._count("intermediate_size")))
-        return ModelConfig(
-            name=self.name,
-            model_type=model_type,
-            architectures=self._architectures(),
-            num_layers=layers,
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            layers=(layer,) * layers,
-            intermediate_size=self._count("intermediate_size"),
-            vocab_size=self._count("vocab_size"),
-            max_position_embeddings=positions,
-            tie_word_embeddings=self._flag(
-                "tie_word_embeddings", default=family is not None and family.tie_word_embeddings
-            ),
-            dtype=self._dtype(),
-            qkv_bias=self._bias("attention_bias", rule=family.qkv_bias if family else False),
-            out_bias=self._bias("attention_bias", rule=family.out_bias if family else False),
-            mlp_bias=self._bias("mlp_bias", rule=family.mlp_bias if family else False),
-            qk_norm=family is not None and family.qk_norm,
-            sliding_window=window,
-            unsupported=tuple(unsupported),
-            notes=tuple(self.notes),
-            raw=MappingProxyType(dict(self.outer)),
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heads:
+    """The single numbers that stand for all layers."""
 
-    def _error(self, key: str, what: str) -> ModelConfigError:
-        return ModelConfigError(
-            f"{self.name}: {key} {what} in config.json",
-            knob=key,
-            value=self.raw.get(key),
-            remedy="use the config.json that was published with the model",
-        )
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
-    def _count(self, key: str, *, most: int = _LARGEST_SIZE) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            raise self._error(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._error(key, f"= {value!r} is not a whole number")
-        if not 0 < value <= most:
-            raise self._error(key, f"= {value} is outside 1 to {most:,}")
-        return value
+    @classmethod
+    def of(cls, fields: Fields, layers: tuple[Layer, ...]) -> _Heads:
+        attention = [mixer for layer in layers for mixer in layer.mixers if isinstance(mixer, Attention | Latent)]
+        full = [mixer for mixer in attention if isinstance(mixer, Latent) or mixer.window is None]
+        mixer = next(iter(full or attention), None)
+        if isinstance(mixer, Latent):
+            size = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
+            kv_heads = fields.optional("num_key_value_heads") or mixer.num_heads
+            return cls(num_heads=mixer.num_heads, num_kv_heads=kv_heads, head_dim=size)
+        if isinstance(mixer, Attention):
+            return cls(num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim)
+        state = next((mixer for layer in layers for mixer in layer.mixers if isinstance(mixer, Recurrent)), None)
+        if state is None:
+            raise fields.error("layer_types", "names no layer that mixes tokens")
+        heads = max(state.num_heads, 1)
+        return cls(num_heads=heads, num_kv_heads=heads, head_dim=max(state.head_dim, 1))
 
-    def _flag(self, key: str, *, default: bool) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._error(key, f"= {value!r} is neither true nor false")
-        return value
 
-    def _bias(self, key: str, *, rule: bool | str) -> bool:
-        return self._flag(key, default=False) if isinstance(rule, str) else rule
+def _attention(layer: Layer) -> Iterator[Attention]:
+    return (mixer for mixer in layer.mixers if isinstance(mixer, Attention))
 
-    def _architectures(self) -> tuple[str, ...]:
-        names = self.raw.get("architectures")
-        return tuple(str(name) for name in names) if isinstance(names, list) else ()
 
-    def _kv_heads(self, family: Family | None, *, heads: int) -> int:
-        if self.raw.get("num_key_value_heads") is not None:
-            kv_heads = self._count("num_key_value_heads")
-        else:
-            kv_heads = (family.num_kv_heads if family else None) or heads
-            self.notes.append(f"num_key_value_heads is absent: {kv_heads}, as the family's class has it")
-        if heads % kv_heads:
-            raise self._error("num_key_value_heads", f"= {kv_heads} does not divide num_attention_heads = {heads}")
-        return kv_heads
+def _draft_layers(fields: Fields, kinds: tuple[Kind, ...], parts: FeedForwards) -> tuple[Layer, ...]:
+    """Layers for multi-token prediction, each like the model's last ones."""
+    count = fields.optional("num_nextn_predict_layers")
+    if not count or count > LARGEST_LAYERS:
+        return ()
+    count *= fields.optional("mtp_transformer_layers", 1) or 1
+    mixer, beside = draft_mixers(fields, kinds)
+    feed = parts.draft()
+    return (Layer(mixer=mixer, feed_forward=feed, beside=beside),) * count
 
-    def _head_dim(self, family: Family | None, *, hidden: int, heads: int) -> int:
-        if self.raw.get("head_dim") is not None:
-            return self._count("head_dim")
-        if family and family.head_dim:
-            self.notes.append(f"head_dim is absent: {family.head_dim}, as the family's class has it")
-            return family.head_dim
-        if hidden % heads:
-            raise self._error("head_dim", f"is missing and hidden_size {hidden} does not divide by {heads} heads")
-        return hidden // heads
 
-    def _dtype(self) -> str:
-        text = self.raw.get("dtype") or self.raw.get("torch_dtype") or self.outer.get("dtype")
-        if text is None:
-            self.notes.append("dtype is absent: float32, as transformers takes it")
-            return "float32"
-        try:
-            return parse_dtype(str(text), knob="dtype", allowed=WEIGHT_DTYPES)
-        except InvalidSetting as error:
-            raise self._error("dtype", f"= {text!r} is {error.what.partition(': ')[2]}") from None
+#: Models without learned or rotary positions, whose files may give no length.
+_ANY_LENGTH = ("bloom", "t5", "mpt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma")
 
-    def _window(self, family: Family | None, *, num_layers: int, positions: int) -> int | None:
-        """The window in force, None where every layer sees every position.
 
-        ``use_sliding_window: false`` switches it off (Qwen); a window at least as long as the model's positions
-        hides nothing; layers below ``max_window_layers`` have none (Qwen).
-        """
-        default = family.sliding_window if family else None
-        if "sliding_window" not in self.raw and default:
-            self.notes.append(f"sliding_window is absent: {default}, as the family's class has it")
-        window = self.raw.get("sliding_window", default)
-        switched_off = self.raw.get("use_sliding_window", not self._windows_by_switch()) is False
-        if window is None or switched_off or self._all_layers_full(num_layers):
-            return None
-        window = self._count("sliding_window") if "sliding_window" in self.raw else default
-        return None if window is None or window >= positions else window
+def _positions(fields: Fields) -> int:
+    if fields.model_type in _ANY_LENGTH and fields.value("max_position_embeddings") is None:
+        fields.note("max_position_embeddings is absent: 2048 assumed, the model itself has no limit")
+        return 2048
+    return fields.count("max_position_embeddings")
 
-    def _windows_by_switch(self) -> bool:
-        """Qwen's classes leave windows off unless ``use_sliding_window`` is true."""
-        return str(self.raw.get("model_type")).startswith("qwen")
 
-    def _all_layers_full(self, num_layers: int) -> bool:
-        types = self.raw.get("layer_types")
-        if isinstance(types, list) and types:
-            return all(kind == "full_attention" for kind in types)
-        first = self.raw.get("max_window_layers")
-        return isinstance(first, int) and first >= num_layers
+def _dtype(fields: Fields) -> str:
+    text = fields.own.get("dtype") or fields.own.get("torch_dtype") or fields.outer.get("dtype")
+    if text is None:
+        fields.note("dtype is absent: float32, as transformers takes it")
+        return "float32"
+    return _parsed(fields, "dtype", text)
+
+
+def _state_dtype(fields: Fields, layers: tuple[Layer, ...]) -> str | None:
+    """As the file names it; what is assumed where it names none is noted if there is a state at all."""
+    for key in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
+        text = fields.value(key)
+        if text is not None and text != "auto":
+            return _parsed(fields, key, text)
+    if any(isinstance(mixer, Recurrent) and mixer.num_heads for layer in layers for mixer in layer.mixers):
+        fields.note("mamba_ssm_dtype is absent: recurrent states in float32")
+    return None
+
+
+def _parsed(fields: Fields, key: str, text: object) -> str:
+    try:
+        return parse_dtype(str(text), knob=key, allowed=WEIGHT_DTYPES)
+    except InvalidSetting as error:
+        raise fields.error(key, f"= {text!r} is {error.what.partition(': ')[2]}") from None
+
+
+def _bias(fields: Fields, key: str, *, rule: bool | str) -> bool:
+    return fields.flag(key) if isinstance(rule, str) else rule
 
 
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
@@ -258,7 +251,9 @@ _TOWER_KEYS = ("vision_config", "audio_config", "speech_config")
 _RECURRENT_PREFIXES = ("mamba_", "linear_", "ssm_", "lru_", "rwkv", "short_conv", "conv_L_cache")
 
 
-def _unsupported(outer: Mapping[str, object], inner: Mapping[str, object]) -> list[str]:
+def _unsupported(
+    outer: Mapping[str, object], inner: Mapping[str, object], *, window: int | None, layers: tuple[Layer, ...]
+) -> tuple[str, ...]:
     """Phrases such as ``num_experts = 128`` for everything that is no dense decoder with full attention."""
     found = [f"{key} = {_short(inner[key])}" for key in (*_EXPERT_KEYS, "kv_lora_rank") if inner.get(key)]
     found += [
@@ -274,7 +269,11 @@ def _unsupported(outer: Mapping[str, object], inner: Mapping[str, object]) -> li
         odd = {str(kind) for kind in kinds} - {"full_attention", "attention"} if isinstance(kinds, list) else set()
         if odd:
             found.append(f"{key} with {', '.join(sorted(odd))}")
-    return found
+    if window is not None:
+        found.append(f"sliding_window = {window}")
+    if not found and (len(set(layers)) > 1 or not isinstance(layers[0].mixer, Attention)):
+        found.append("layers that differ from each other or have no attention")
+    return tuple(found)
 
 
 def _short(value: object) -> str:
