@@ -10,8 +10,6 @@ from tonnage.costs.config import ModelConfig
 from tonnage.terms import Quantity, Rank, Source
 from tonnage.units import MiB
 
-#: Batch sizes that engines commonly capture when nobody says otherwise.
-DEFAULT_NUM_GRAPHS = 35
 #: Bytes of one graph's executable and descriptors: 0.59 GiB were logged for 86 graphs of an 8B model; 8 graphs in
 #: one pool took next to nothing beyond the first. (low, best, high)
 GRAPH_BYTES = (1 * MiB, 7 * MiB, 16 * MiB)
@@ -43,8 +41,9 @@ def library_bytes(device_kind: str, *, known: Quantity | None = None) -> Quantit
 
 
 def collective_bytes(rank: Rank) -> Quantity:
-    """Communicators and their buffers; nothing for a single rank."""
-    if rank.tp * rank.pp == 1:
+    """Communicators and their buffers; nothing for a single rank. Expert-parallel ranks are the tensor-parallel ones
+    or more, so the larger counts."""
+    if max(rank.tp, rank.ep) * rank.pp * rank.cp == 1:
         return Quantity.exact(0, Source.DERIVED, "one rank")
     return _assumed(128 * MiB, 512 * MiB, 2048 * MiB, "communicators of one rank; depends on library and topology")
 
@@ -52,11 +51,17 @@ def collective_bytes(rank: Rank) -> Quantity:
 def graph_bytes(
     config: ModelConfig, *, device_kind: str, max_batch_size: int, num_graphs: int, dtype: str, rank: Rank
 ) -> Quantity | None:
-    """Captured decode graphs: one private pool for the largest batch, and each graph's executable. None on a host."""
+    """Captured decode graphs: one private pool for the largest batch, and each graph's executable. None on a host.
+
+    ``max_batch_size`` is the largest that is captured, and ``num_graphs`` 0 where nothing is.
+    """
     if device_kind == "host":
         return None
-    count = num_graphs or DEFAULT_NUM_GRAPHS
+    if num_graphs == 0:
+        return Quantity.exact(0, Source.DERIVED, "nothing is captured")
     rows = max_batch_size
     pool = forward_peak(config, num_tokens=rows, logits_rows=rows, dtype=dtype, rank=rank).bytes
-    low, best, high = (pool + count * each for each in GRAPH_BYTES)
-    return _assumed(low, best, high, f"{count} decode graphs in one pool, {GRAPH_BYTES[1] // MiB} MiB each beside it")
+    low, best, high = (pool + num_graphs * each for each in GRAPH_BYTES)
+    return _assumed(
+        low, best, high, f"{num_graphs} decode graphs in one pool, {GRAPH_BYTES[1] // MiB} MiB each beside it"
+    )

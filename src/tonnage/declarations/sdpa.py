@@ -22,7 +22,7 @@ MASK_TILE_ELEMENTS = 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class SdpaScratch(Scratch):
-    """Bytes = gathered K and V of a tile + its masks; ``kv_heads`` and ``head_dim`` are this rank's."""
+    """Bytes = gathered K and V of a tile + its masks; heads are this rank's, ``v_head_dim`` None: as ``head_dim``."""
 
     backend: str = "sdpa"
     name: str = "gathered pages and masks"
@@ -34,11 +34,13 @@ class SdpaScratch(Scratch):
     head_dim: int
     element_bytes: int
     block_tokens: int
+    v_head_dim: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
         """K and V of one gathered token of one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+        width = self.head_dim + (self.head_dim if self.v_head_dim is None else self.v_head_dim)
+        return self.kv_heads * width * self.element_bytes
 
     def tile_tokens(self, shape: StepShape) -> int:
         """Tokens of the largest tile: all rows padded to the longest, but no more than one row or TILE_TOKENS."""

@@ -1,4 +1,4 @@
-"""The claims of this path: what attention, page and penalty tables, step inputs and the pool's books will take."""
+"""Everything that will be allocated beside weights, cache and what a probe sees: the reserves of one rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Limits
 from tonnage.costs.config import ModelConfig
-from tonnage.costs.context import collective_bytes
 from tonnage.costs.dtypes import parse_dtype
-from tonnage.costs.ranks import rank_shape
-from tonnage.declarations import declare
+from tonnage.declarations import attention_shapes, declare_for, find_backend, sparse_algorithm
+from tonnage.declarations.trtllm_mla import LatentContext
 from tonnage.errors import InvalidSetting
-from tonnage.layout import DTYPE_BYTES, PENALTY_TABLES, metadata_bytes_per_block, penalty_table_bytes, table_bytes
-from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, PerBlock, Rank, Source
+from tonnage.reserves import COUNTED, Declared, ReserveInputs, reserve_claims
+from tonnage.reserves.tables import step_input_bytes
+from tonnage.terms import Chip, Claim, Rank, Scratch
+
+__all__ = ["claims_for", "step_input_bytes", "unlisted", "without"]
 
 
 def claims_for(
@@ -21,23 +23,42 @@ def claims_for(
     limits: Limits,
     *,
     backend: str = "sdpa",
+    dtype: str | None = None,
     kv_dtype: str | None = None,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     rank: Rank | None = None,
     device_kind: str = "cuda",
+    chip: Chip | None = None,
+    counted: frozenset[str] = COUNTED,
 ) -> tuple[Claim, ...]:
-    """Everything that will be allocated beside weights, cache and what a probe sees, for one rank.
+    """What ``RESERVES`` claim for one rank, those that do not apply included.
 
-    ``kv_dtype`` defaults to the dtype of the weights. ``device_kind`` is "cuda" or "host"; on a host the pool's
-    bookkeeping lies on the device too. Raises ``InvalidSetting`` for an unknown backend or dtype.
+    ``dtype`` of weights and compute defaults to the model's, ``kv_dtype`` to ``dtype``. ``device_kind`` is "cuda" or
+    "host"; on a host the pool's bookkeeping lies on the device too. ``chip`` tells how attention expands a cached
+    past; without one it is taken to expand all of it. ``counted`` reserves are held by the plan's quantities already.
+    Raises ``InvalidSetting`` for an unknown backend or dtype.
     """
-    rank = rank or Rank()
-    element = parse_dtype(kv_dtype or config.dtype, knob="kv_dtype")
-    return (
-        *_scratch(config, backend=backend, kv_dtype=element, block_tokens=block_tokens, rank=rank),
-        *_tables(limits, block_tokens=block_tokens, device_kind=device_kind),
-        *_sampling_tables(config, limits, rank=rank),
-        *_collectives(rank),
+    rank, dtype = rank or Rank(), dtype or config.dtype
+    element = parse_dtype(kv_dtype or dtype, knob="kv_dtype")
+    scratch = _declared(
+        config, limits, backend=backend, kv_dtype=element, block_tokens=block_tokens, rank=rank, chip=chip
+    )
+    return reserve_claims(
+        ReserveInputs(
+            config=config,
+            limits=limits,
+            rank=rank,
+            dtype=dtype,
+            kv_dtype=element,
+            block_tokens=block_tokens,
+            device_kind=device_kind,
+            chip=chip,
+            backend=backend,
+            reads=find_backend(backend).reads,
+            scratch=scratch,
+            algorithm=sparse_algorithm(config),
+            counted=counted,
+        )
     )
 
 
@@ -70,98 +91,29 @@ def without(claims: Sequence[Claim], disabled: frozenset[str]) -> tuple[Claim, .
     )
 
 
-def _scratch(config: ModelConfig, *, backend: str, kv_dtype: str, block_tokens: int, rank: Rank) -> tuple[Claim, ...]:
-    kv_heads = rank_shape(config, rank).num_kv_heads
-    declared = declare(
-        backend, kv_heads=kv_heads, head_dim=config.head_dim, kv_dtype=kv_dtype, block_tokens=block_tokens
-    )
+def _declared(
+    config: ModelConfig,
+    limits: Limits,
+    *,
+    backend: str,
+    kv_dtype: str,
+    block_tokens: int,
+    rank: Rank,
+    chip: Chip | None,
+) -> tuple[Declared, ...]:
+    """The backend's scratch for each kind of layer of this rank; what two kinds declare alike is said once."""
+    shapes = attention_shapes(config, kv_dtype=kv_dtype, block_tokens=block_tokens, rank=rank)
+    found: dict[Scratch, str] = {}
+    for shape in shapes:
+        for scratch in declare_for(backend, shape, limits=limits, chip=chip):
+            found.setdefault(scratch, shape.label)
+    names = [(scratch.backend, scratch.name) for scratch in found]
     return tuple(
-        Claim(
-            name=f"{scratch.backend}: {scratch.name}",
-            owner=f"attention.{scratch.backend}",
-            line=LineKind.SCRATCH,
-            cost=scratch,
-            lifetime=Lifetime.RESIDENT,
-            maker=Maker.ARENA,
-            source=Source.DECLARED,
-            ref=scratch.source,
-            share=scratch.share,
-            lendable=not scratch.keeps_state,
-            reason="what the attention backend declares at the limits",
+        Declared(
+            scratch=scratch,
+            label=label if names.count((scratch.backend, scratch.name)) > 1 else "",
+            is_context=isinstance(scratch, LatentContext),
+            in_reference=not isinstance(scratch, LatentContext) or scratch.in_reference,
         )
-        for scratch in declared
-    )
-
-
-def _tables(limits: Limits, *, block_tokens: int, device_kind: str) -> tuple[Claim, ...]:
-    table = table_bytes(
-        max_batch_size=limits.max_batch_size,
-        max_seq_len=limits.max_seq_len,
-        block_tokens=block_tokens,
-        extra_tokens=limits.extra_tokens,
-    )
-    on_host = device_kind == "host"
-    metadata = _table_claim(
-        "block metadata", PerBlock(bytes_per_block=metadata_bytes_per_block()), "free stack and reference counts"
-    )
-    return (
-        _table_claim("page table", Fixed(bytes=table), "int32, one row a sequence, one entry a block"),
-        replace(
-            _table_claim(
-                "step inputs", Fixed(bytes=step_input_bytes(limits)), "ids, positions, slots and row bounds of a step"
-            ),
-            applies=not on_host,
-            because="made anew in each step, part of the transient" if on_host else "",
-        ),
-        replace(metadata, applies=on_host, because="" if on_host else "kept in host memory"),
-    )
-
-
-def _sampling_tables(config: ModelConfig, limits: Limits, *, rank: Rank) -> tuple[Claim, ...]:
-    if not rank_shape(config, rank).has_head:
-        return ()  # only the last pipeline stage samples
-    size = penalty_table_bytes(max_batch_size=limits.max_batch_size, vocab_size=config.vocab_size)
-    claim = _table_claim(
-        PENALTY_TABLES, Fixed(bytes=size), "token counts, allocated by the first request with penalties"
-    )
-    return (replace(claim, owner="resources.penalties", lifetime=Lifetime.LAZY, maker=Maker.DRIVER, can_disable=True),)
-
-
-def step_input_bytes(limits: Limits) -> int:
-    """Token id, position and cache slot of every token (int64), then start, length and logits row of every row."""
-    return (3 * limits.max_num_tokens + 3 * (limits.max_batch_size + 1)) * DTYPE_BYTES["int64"]
-
-
-def _table_claim(name: str, cost: Fixed | PerBlock, reason: str) -> Claim:
-    return Claim(
-        name=name,
-        owner="resources.kv",
-        line=LineKind.TABLES,
-        cost=cost,
-        lifetime=Lifetime.RESIDENT,
-        maker=Maker.TORCH,
-        source=Source.DERIVED,
-        ref="shapes at the limits",
-        reason=reason,
-    )
-
-
-def _collectives(rank: Rank) -> tuple[Claim, ...]:
-    size = collective_bytes(rank)
-    if size.bytes == 0:
-        return ()
-    return (
-        Claim(
-            name="collectives",
-            owner="collectives",
-            line=LineKind.LIBRARIES,
-            cost=Fixed(bytes=size.bytes),
-            lifetime=Lifetime.RESIDENT,
-            maker=Maker.LIBRARY,
-            source=size.source,
-            ref=size.ref,
-            reason="communicators and their buffers",
-            low=size.low,
-            high=size.high,
-        ),
+        for scratch, label in found.items()
     )

@@ -1,0 +1,74 @@
+"""Page tables and static inputs: who has which block, and what a step is told.
+
+Trigger: always (step inputs: not on a host; the pool's books: only there). Formula: int32 for every block of every
+running sequence; three int64 for every token and three for every row of a step; two int32 for every block. Lifetime:
+resident, at fixed addresses. Reason: they grow with the limits, and captured steps read them where they are. The
+reference makes its own before its probe, so they are in its measured peak and have no side here.
+"""
+
+from __future__ import annotations
+
+from tonnage.config import Limits
+from tonnage.layout import DTYPE_BYTES, metadata_bytes_per_block, table_bytes
+from tonnage.reserves.base import Reserve, ReserveInputs, only_if
+from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, PerBlock, Source
+
+
+def step_input_bytes(limits: Limits) -> int:
+    """Token id, position and cache slot of every token (int64), then start, length and logits row of every row."""
+    return (3 * limits.max_num_tokens + 3 * (limits.max_batch_size + 1)) * DTYPE_BYTES["int64"]
+
+
+def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
+    limits, on_host = inputs.limits, inputs.on_host
+    table = table_bytes(
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        block_tokens=inputs.block_tokens,
+        extra_tokens=limits.extra_tokens,
+    )
+    pages = _claim(
+        "page table",
+        Fixed(bytes=table),
+        "int32, one row a sequence, one entry a block; full size from the start, since a sequence whose row were too "
+        "short could not grow",
+    )
+    steps = _claim(
+        "step inputs",
+        Fixed(bytes=step_input_bytes(limits)),
+        "ids, positions, slots and row bounds of the largest step; kept, so that captured steps find them in place",
+    )
+    books = _claim(
+        "block metadata",
+        PerBlock(bytes_per_block=metadata_bytes_per_block()),
+        "free stack and reference count of each block; they grow with the pool, so the pool pays for them",
+    )
+    return (
+        pages,
+        only_if(steps, not on_host, "made anew in each step, part of the transient"),
+        only_if(books, on_host, "kept in host memory"),
+    )
+
+
+def _claim(name: str, cost: Fixed | PerBlock, reason: str) -> Claim:
+    return Claim(
+        name=name,
+        owner="resources.kv",
+        line=LineKind.TABLES,
+        cost=cost,
+        lifetime=Lifetime.RESIDENT,
+        maker=Maker.TORCH,
+        source=Source.DERIVED,
+        ref="shapes at the limits",
+        reason=reason,
+    )
+
+
+RESERVE = Reserve(
+    name="tables",
+    trigger="always",
+    formula="4 * max_batch_size * blocks per sequence; 24 * (max_num_tokens + max_batch_size + 1); 8 a block",
+    lifetime=Lifetime.RESIDENT,
+    reference_side=None,
+    claims=claims,
+)
