@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import fields, make_dataclass
 from fractions import Fraction
@@ -48,7 +49,7 @@ def test_the_inverse_equals_counting(slope, intercept, pairs, budget):
     """Convex kinks too: a segment of negative rate makes units dearer once it has ended."""
     segments = tuple(Bounded(rate=rate, until=until) for rate, until in pairs)
     price = [slope * t + intercept + sum(r * min(t, u) for r, u in pairs) for t in range(200)]
-    if any(later < earlier for earlier, later in zip(price, price[1:], strict=False)):
+    if any(later < earlier for earlier, later in itertools.pairwise(price)):
         with pytest.raises(ValueError, match="fall"):
             Cost(slope=slope, intercept=intercept, bounded=segments)
         return
@@ -116,9 +117,9 @@ def test_scaling_touches_slopes_only(factor, slope):
 
 
 def test_a_field_added_later_survives_scaling():
-    longer = make_dataclass(
-        "Longer", [("added_later", int, 0)], bases=(Cost,), frozen=True, kw_only=True, slots=True
-    )(slope=3, intercept=1, bytes_per_request=2, added_later=9)
+    longer = make_dataclass("Longer", [("added_later", int, 0)], bases=(Cost,), frozen=True, kw_only=True, slots=True)(
+        slope=3, intercept=1, bytes_per_request=2, added_later=9
+    )
     scaled = longer.scaled(2)
     assert (scaled.slope, scaled.intercept, scaled.bytes_per_request, scaled.added_later) == (6, 1, 2, 9)
 

@@ -182,8 +182,9 @@ def _check_shares(knobs: ReferenceKnobs) -> None:
 
 
 def _check_counts(knobs: ReferenceKnobs) -> None:
-    least = {"max_gpu_total_bytes": 0, "max_beam_width": 1, "encoder_cache_max_bytes": 0, "max_tokens": 0,
-             "avg_seq_len": 1, "fp8_context_mla_kv_len_cap": 0, "host_cache_bytes": 0, "disk_cache_bytes": 0}  # fmt: skip
+    at_least_0 = ("max_tokens", "max_gpu_total_bytes", "encoder_cache_max_bytes", "fp8_context_mla_kv_len_cap")
+    least = dict.fromkeys((*at_least_0, "host_cache_bytes", "disk_cache_bytes"), 0)
+    least |= {"max_beam_width": 1, "avg_seq_len": 1}
     for name, smallest in least.items():
         value = getattr(knobs, name)
         if value is not None and value < smallest:
@@ -215,8 +216,9 @@ def _check_pools(knobs: ReferenceKnobs) -> None:
     remedy = "give positive shares that sum to 1"
     if not shares or any(share <= 0 for share in shares):
         raise InvalidSetting("pool_ratio", _shown(shares), "a share is not above 0", remedy=remedy)
-    if abs(sum(shares) - 1) > _RATIO_TOLERANCE:
-        raise InvalidSetting("pool_ratio", _shown(shares), f"sums to {float(sum(shares)):g}", remedy=remedy)
+    total = sum(shares, start=Fraction(0))
+    if abs(total - 1) > _RATIO_TOLERANCE:
+        raise InvalidSetting("pool_ratio", _shown(shares), f"sums to {float(total):g}", remedy=remedy)
 
 
 def _check_states(knobs: ReferenceKnobs) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from tonnage.budget.cost import Cost
 from tonnage.budget.reference.knobs import ReferenceKnobs, Speculation
 from tonnage.budget.reference.tokens import resume_quota, tokens_for_budget
-from tonnage.budget.cost import Cost
 from tonnage.units import ceil_div, round_down, round_up
 
 #: Compute capability times ten from which the long latent probe is used.

@@ -42,9 +42,7 @@ def runtime_bytes_per_token(
     return 2 * head_dim * element_bytes * sum(ceil_div(each, tp) for each in heads)
 
 
-def latent_bytes_per_token(
-    *, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int
-) -> int:
+def latent_bytes_per_token(*, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, element_bytes: int) -> int:
     """One compressed vector and one rotary key for each layer, whole on every tensor-parallel rank."""
     return num_layers * (kv_lora_rank + qk_rope_head_dim) * element_bytes
 
@@ -54,9 +52,7 @@ def packed_fp4_bytes(num_elements: int) -> int:
     return ceil_div(num_elements, 2) + ceil_div(num_elements, 16)
 
 
-def fp4_latent_bytes_per_token(
-    *, num_layers: int, num_elements: int, scale_page_bytes: int, block_tokens: int
-) -> int:
+def fp4_latent_bytes_per_token(*, num_layers: int, num_elements: int, scale_page_bytes: int, block_tokens: int) -> int:
     """The 4-bit latent manager: packed data, scales, and a page of value scales spread over the tokens of a block.
 
     Its tails of high precision are sized by the window and not in here.

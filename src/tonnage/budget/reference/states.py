@@ -45,7 +45,7 @@ def v1_runtime_cost(*, attention_slope: int, slot_bytes: int, num_sequences: int
 def v1_state_slots(
     tokens: int, *, num_sequences: int, interval_tokens: int = 0, max_draft_tokens: int = 0, is_reused: bool = False
 ) -> int:
-    """State slots that V1 builds beside ``tokens`` tokens of attention cache: sequences, one spare, drafts, snapshots."""
+    """State slots that V1 builds beside ``tokens`` of attention cache: sequences, one spare, drafts, snapshots."""
     snapshots = tokens // interval_tokens if is_reused and interval_tokens else 0
     return num_sequences + 1 + max_draft_tokens + snapshots
 
