@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
 
 from tonnage.costs.config import ModelConfig
-from tonnage.costs.layers import Experts, Layer
+from tonnage.costs.layers import Dense, Experts, Layer
 from tonnage.costs.tensors import Component, Cut, Tensor, matrix, vector
 from tonnage.costs.traits import inner_raw
-from tonnage.units import ceil_div
+from tonnage.units import ceil_div, round_up
 
 _PER_LAYER = ("gemma3n_text", "gemma4_text")
 _MODEL, _LAYER = Component.FEED_FORWARD, Component.FEED_FORWARD
@@ -22,6 +24,25 @@ def _count(raw: Mapping[str, object], key: str, default: int) -> int:
 def expert_hidden(config: ModelConfig) -> int:
     """Width of the vector that routed experts work on where it is not the model's; 0 where it is."""
     return _count(inner_raw(config), "moe_latent_size", 0)
+
+
+def settled(config: ModelConfig, layer: Layer) -> Layer:
+    """The layer with the widths that two classes work out for themselves.
+
+    LFM2 takes two thirds of the width it is given, times a factor, rounded up to a multiple; Hunyuan's mixtures have
+    a shared expert as wide as a routed one.
+    """
+    part, raw = layer.feed_forward, inner_raw(config)
+    if config.model_type == "lfm2" and isinstance(part, Dense) and raw.get("block_auto_adjust_ff_dim", True):
+        given = _count(raw, "block_ff_dim", 0) or _count(raw, "intermediate_size", 12_288)
+        factor = raw.get("block_ffn_dim_multiplier", 1.0)
+        width = 2 * given // 3
+        if isinstance(factor, int | float):  # a null: neither scaled nor rounded
+            width = round_up(width * Fraction(factor) // 1, _count(raw, "block_multiple_of", 256))
+        return replace(layer, feed_forward=replace(part, intermediate_size=width))
+    if config.model_type == "hunyuan_v1_moe" and isinstance(part, Experts):
+        return replace(layer, feed_forward=replace(part, shared_intermediate_size=part.intermediate_size))
+    return layer
 
 
 def layer_extras(config: ModelConfig, layer: Layer) -> Iterator[Tensor]:

@@ -158,7 +158,9 @@ def _experts(part: Experts, build: Build) -> Iterator[Tensor]:
     if traits.router_bias:
         yield vector(Component.ROUTER, "mlp.gate", part.num_experts)
     if traits.router_correction:
-        yield replace(vector(Component.ROUTER, "mlp.gate", part.num_experts), is_buffer=True)
+        yield replace(
+            vector(Component.ROUTER, "mlp.gate", part.num_experts), is_buffer=True, counts=traits.correction_counts
+        )
     if build.expert_hidden:
         yield matrix(Component.SHARED_EXPERTS, "mlp.fc1_latent_proj", build.expert_hidden, build.hidden)
         yield matrix(Component.SHARED_EXPERTS, "mlp.fc2_latent_proj", build.hidden, build.expert_hidden)

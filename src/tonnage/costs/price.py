@@ -14,7 +14,7 @@ from fractions import Fraction
 from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
-from tonnage.costs.extras import expert_hidden, layer_extras, model_extras
+from tonnage.costs.extras import expert_hidden, layer_extras, model_extras, settled
 from tonnage.costs.layers import Attention, Layer
 from tonnage.costs.parameters import Build, layer_tensors
 from tonnage.costs.quantised import NOTHING, Packing, Span
@@ -93,7 +93,7 @@ def _arithmetic(config: ModelConfig, word: int, rank: Rank, *, with_mtp: bool) -
     for tensor, count, prefix in _tensors(config, rank, with_mtp=with_mtp, one_by_one=one_by_one):
         span = _span(tensor, packing, prefix, word).times(count)
         spans[tensor.component] = spans.get(tensor.component, NOTHING) + span
-        counts[tensor.component] += 0 if tensor.is_buffer else tensor.num_elements * count
+        counts[tensor.component] += tensor.num_elements * count if tensor.counts else 0
     total = sum(spans.values(), NOTHING)
     known = traits_of(config)[1] and tower_tensors(config)[1]
     low, high = (total.low, total.high) if known else _widened(total)
@@ -166,12 +166,12 @@ def _tensors(config: ModelConfig, rank: Rank, *, with_mtp: bool, one_by_one: boo
 def _layers(config: ModelConfig, shape: RankShape, *, one_by_one: bool) -> Iterator[tuple[Layer, list[int]]]:
     """Layers of this stage with their numbers, equal ones together unless names matter."""
     if one_by_one:
-        yield from ((config.layers[number], [number]) for number in shape.layers)
+        yield from ((settled(config, config.layers[number]), [number]) for number in shape.layers)
         return
     same: dict[Layer, list[int]] = {}
     for number in shape.layers:
         same.setdefault(_without_source(config.layers[number]), []).append(number)
-    yield from same.items()
+    yield from ((settled(config, layer), numbers) for layer, numbers in same.items())
 
 
 def _without_source(layer: Layer) -> Layer:

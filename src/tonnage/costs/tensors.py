@@ -31,7 +31,8 @@ class Tensor:
 
     module     the name its module has in checkpoints, inside its layer: what quantisation's exceptions are named by
     can_pack   a quantised checkpoint may pack it
-    is_buffer  not a parameter of the class; float32 whatever the model's dtype is
+    is_buffer  float32 whatever the model's dtype is
+    counts     a parameter of the class
     """
 
     component: Component
@@ -41,6 +42,7 @@ class Tensor:
     count: int = 1
     can_pack: bool = False
     is_buffer: bool = False
+    counts: bool = True
 
     @property
     def num_elements(self) -> int:

@@ -16,7 +16,8 @@ from tonnage.costs.tensors import Component, Tensor, matrix, vector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerTraits:
-    """Biases of the projections, of the norms, of the patches; a norm before and after all layers; a class token."""
+    """Biases of the projections, of the norms, of the patches; a norm before and after all layers; a class token;
+    learned positions where the sizes name any (rotary ones are none)."""
 
     qkv_bias: bool = True
     out_bias: bool = True
@@ -26,6 +27,7 @@ class TowerTraits:
     pre_norm: bool = False
     post_norm: bool = True
     class_token: bool = False
+    has_positions: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,14 @@ class Elements:
 
 
 _PIXTRAL = TowerTraits(
-    qkv_bias=False, out_bias=False, mlp_bias=False, norm_bias=False, patch_bias=False, pre_norm=True, post_norm=False
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    norm_bias=False,
+    patch_bias=False,
+    pre_norm=True,
+    post_norm=False,
+    has_positions=False,
 )
 _QWEN2 = TowerTraits(patch_bias=False, post_norm=False)
 _QWEN2_5 = TowerTraits(norm_bias=False, patch_bias=False, post_norm=False)
@@ -101,10 +110,10 @@ def _tower(tower: Tower, traits: TowerTraits, raw: Mapping[str, object]) -> Elem
     elements = Elements(0, 0)
     if raw.get("model_type") == "mllama_vision_model":
         num_layers = _count(raw, "num_hidden_layers", 32) + _count(raw, "num_global_layers", 8)
-        elements += _tiles(tower, raw)
+        elements += _tiles(tower, _positions(tower, traits), raw)
     elements += _layer(tower, traits).times(num_layers)
     patches = Elements(hidden * tower.patch_elements, hidden * traits.patch_bias * bool(tower.patch_elements))
-    ends = norm * (traits.pre_norm + traits.post_norm) + hidden * (tower.num_positions + traits.class_token)
+    ends = norm * (traits.pre_norm + traits.post_norm) + hidden * (_positions(tower, traits) + traits.class_token)
     if raw.get("model_type") == "siglip_vision_model" and raw.get("vision_use_head", True):
         elements += _pooling_head(tower)
     return elements + patches + Elements(0, ends)
@@ -124,13 +133,18 @@ def _pooling_head(tower: Tower) -> Elements:
     return Elements(4 * hidden * hidden + 2 * hidden * inner, hidden + 4 * hidden + 2 * hidden + inner + hidden)
 
 
-def _tiles(tower: Tower, raw: Mapping[str, object]) -> Elements:
+def _positions(tower: Tower, traits: TowerTraits) -> int:
+    """Learned position embeddings, one for the class token too."""
+    return tower.num_positions + traits.class_token if traits.has_positions else 0
+
+
+def _tiles(tower: Tower, num_positions: int, raw: Mapping[str, object]) -> Elements:
     """Embeddings of the tile an image patch lies in: before the layers, after them, and within the positions."""
     ratios = raw.get("supported_aspect_ratios")
     num_ratios = len(ratios) if isinstance(ratios, list) else 8
     rows = (num_ratios + 1) * _count(raw, "max_num_tiles", 4) * tower.hidden_size
     gates = 3 + 2 * _count(raw, "num_global_layers", 8)
-    return Elements(0, rows * (tower.num_positions + 2) + gates)
+    return Elements(0, rows * (num_positions + 2) + gates)
 
 
 def _projector(config: ModelConfig, tower: Tower, raw: Mapping[str, object]) -> Elements:

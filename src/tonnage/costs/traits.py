@@ -30,8 +30,8 @@ class Traits:
     norm_bias, head_bias   a bias beside every norm's weight; beside the vocabulary projection
     output_gate            the query projection is twice as wide, its second half gates attention's output
     sinks, window_sinks    one learned logit a query head, in every layer or in those with a window
-    router_bias, expert_bias, router_correction   beside the router, beside every expert's matrices, and float32
-                           corrections of the router's scores, which are no parameters of the class
+    router_bias, expert_bias   beside the router, and beside every expert's matrices
+    router_correction      float32 corrections of the router's scores; parameters of the class only in few
     shared_gate            one row that gates the shared experts
     conv_bias, inner_bias  of a recurrent layer: its convolution, its projections
     inner_norm             Mamba2 layers have a gated norm
@@ -59,6 +59,7 @@ class Traits:
     router_bias: Switch = False
     expert_bias: Switch = False
     router_correction: bool = False
+    correction_counts: bool = False
     shared_gate: bool = False
     conv_bias: Switch = True
     inner_bias: Switch = False
@@ -137,7 +138,7 @@ TRAITS: dict[str, Traits] = {
     "stablelm": Traits(qkv_bias=("use_qkv_bias", False), norm_bias=True, is_parallel=("use_parallel_residual", False)),
     "falcon": Traits(every_bias=("bias", False), norm_bias=True, is_parallel=("parallel_attn", True)),
     "ernie4_5": Traits(every_bias=("use_bias", False)),
-    "ernie4_5_moe": Traits(every_bias=("use_bias", False), router_correction=True),
+    "ernie4_5_moe": Traits(every_bias=("use_bias", False), router_correction=True, correction_counts=True),
     "seed_oss": Traits(
         qkv_bias=("attention_bias", True), out_bias=("attention_out_bias", False), mlp_bias=("mlp_bias", False)
     ),
@@ -149,13 +150,14 @@ TRAITS: dict[str, Traits] = {
     "minimax_m2": Traits(qk_norm=True, norm_width="all", router_correction=True),
     **dict.fromkeys(("exaone_moe", "dots1"), Traits(qk_norm=True, router_correction=True)),
     "solar_open": Traits(router_correction=True),
-    "afmoe": Traits(qk_norm=True, output_gate=True, norms_per_part=2, router_correction=True),
+    "afmoe": Traits(
+        qk_norm=True, output_gate=True, norms_per_part=2, router_correction=True, correction_counts=True
+    ),
     "mimo_v2_flash": Traits(window_sinks=True, router_correction=True),
     "minicpm3": Traits(),
     "kimi_linear": Traits(conv_bias=False, router_correction=True),
     "cohere2_moe": Traits(attention_bias=_BIAS, is_parallel=True),
     "gptj": Traits(mlp_bias=True, norm_bias=True, is_parallel=True, head_bias=True),
-    "mpt": Traits(),
     "olmo": Traits(attention_bias=_BIAS, norms_per_part=0, final_norm=False),
     "glm": Traits(qkv_bias=("attention_bias", True)),
     "granite_swa": Traits(attention_bias=_BIAS, mlp_bias=("mlp_bias", False), sinks=True),
