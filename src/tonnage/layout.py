@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 
 from tonnage.units import ceil_div
 
@@ -79,6 +80,56 @@ class KVLayout:
     slab_bytes: int
     order: KVOrder
     groups: tuple[KVGroup, ...]
+
+
+def bytes_per_token(layout: KVLayout) -> int:
+    """Bytes of one more token of a long text, for display: over the groups that grow without bound, rounded up.
+
+    The pool is priced per block. Tokens are the rank's own: under context parallelism every cp-th block is here.
+    """
+    growing = [group for group in layout.groups if group.kind in (KVGroupKind.FULL, KVGroupKind.LATENT)]
+    return -(-sum(Fraction(group.block_bytes, group.block_tokens) for group in growing) // 1)
+
+
+def padding_bytes_per_block(layout: KVLayout) -> dict[str, int]:
+    """What a slab has beyond the block of each group, by the group's name."""
+    return {group.name: layout.slab_bytes - group.block_bytes for group in layout.groups}
+
+
+def state_bytes_per_sequence(layout: KVLayout) -> int:
+    """Recurrent state of one sequence, whatever its length, without padding."""
+    return sum(group.block_bytes for group in layout.groups if group.kind is KVGroupKind.STATE)
+
+
+def window_bytes_per_sequence(layout: KVLayout) -> int:
+    """The most that windows hold for one sequence between steps: whole blocks, without padding."""
+    return sum(
+        window_blocks(group.window, group.block_tokens) * group.block_bytes
+        for group in layout.groups
+        if group.kind is KVGroupKind.WINDOW and group.window is not None
+    )
+
+
+def window_blocks(window: int, block_tokens: int, *, extra_tokens: int = 0) -> int:
+    """The most blocks that ``window`` tokens in a row can touch, wherever they start; ``extra_tokens`` more while a
+    step computes that many."""
+    return ceil_div(window - 1 + extra_tokens, block_tokens) + 1
+
+
+def group_blocks(group: KVGroup, num_tokens: int, *, encoder_tokens: int = 0) -> int:
+    """Blocks that one sequence of ``num_tokens`` tokens holds in a group, ``encoder_tokens`` beside the text."""
+    if group.kind is KVGroupKind.STATE:
+        return 1
+    if group.kind is KVGroupKind.CROSS:
+        return ceil_div(encoder_tokens, group.block_tokens)
+    blocks = ceil_div(num_tokens, group.block_tokens)
+    return blocks if group.window is None else min(blocks, window_blocks(group.window, group.block_tokens))
+
+
+def sequence_bytes(layout: KVLayout, num_tokens: int, *, encoder_tokens: int = 0) -> int:
+    """Bytes of the slabs that one sequence holds, padding included."""
+    blocks = sum(group_blocks(group, num_tokens, encoder_tokens=encoder_tokens) for group in layout.groups)
+    return blocks * layout.slab_bytes
 
 
 def blocks_per_sequence(max_seq_len: int, block_tokens: int, *, extra_tokens: int = 0) -> int:

@@ -1,10 +1,11 @@
-"""One rank's share of a model under tensor and pipeline parallelism: whole heads, whole layers, padded vocabulary."""
+"""One rank's share of a model under tensor, context and pipeline parallelism: whole heads, whole layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.layers import Attention, Latent, Layer, Recurrent
 from tonnage.errors import InvalidSetting
 from tonnage.terms import Rank
 from tonnage.units import ceil_div
@@ -24,18 +25,17 @@ class RankShape:
 
 
 def rank_shape(config: ModelConfig, rank: Rank) -> RankShape:
-    """The split. Ranks of one pipeline stage are numbered side by side (stage = index // tp).
+    """The split. Ranks of one pipeline stage are numbered side by side (stage = index // (tp * cp)).
 
     KV heads are whole, ``ceil(num_kv_heads / tp)``: with fewer heads than ranks each is replicated. Tied
     embeddings lie on the first and on the last stage. Raises ``InvalidSetting`` where heads do not divide.
     """
     _check(config, rank)
-    attention_tp = 1 if rank.attention_dp else rank.tp
-    stage = rank.index // rank.tp
+    stage = stage_of(rank)
     return RankShape(
-        layers=stage_layers(config.num_layers, num_stages=rank.pp, stage=stage),
-        num_heads=config.num_heads // attention_tp,
-        num_kv_heads=ceil_div(config.num_kv_heads, attention_tp),
+        layers=stage_layers(config.num_layers, num_stages=rank.pp, stage=stage, partition=rank.partition),
+        num_heads=config.num_heads // attention_ranks(rank),
+        num_kv_heads=rank_kv_heads(config.num_kv_heads, rank),
         intermediate_size=ceil_div(config.intermediate_size, rank.tp),
         vocab_size=ceil_div(config.vocab_size, rank.tp),
         has_embeddings=stage == 0,
@@ -43,24 +43,68 @@ def rank_shape(config: ModelConfig, rank: Rank) -> RankShape:
     )
 
 
-def stage_layers(num_layers: int, *, num_stages: int, stage: int) -> tuple[int, ...]:
-    """Layers of one pipeline stage: an even split whose first ``num_layers % num_stages`` stages get one more."""
+def stage_of(rank: Rank) -> int:
+    """The pipeline stage, from 0."""
+    return rank.index // (rank.tp * rank.cp)
+
+
+def attention_ranks(rank: Rank) -> int:
+    """Ranks that share the heads of one layer: all of tensor parallelism, or one where each serves its own requests."""
+    return 1 if rank.attention_dp else rank.tp
+
+
+def rank_kv_heads(num_kv_heads: int, rank: Rank) -> int:
+    """Whole KV heads of one rank: fewer heads than ranks are replicated."""
+    return ceil_div(num_kv_heads, attention_ranks(rank))
+
+
+def stage_layers(num_layers: int, *, num_stages: int, stage: int, partition: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Layers of one pipeline stage: as ``partition`` counts them, or an even split whose first
+    ``num_layers % num_stages`` stages get one more."""
+    if partition:
+        first = sum(partition[:stage])
+        return tuple(range(first, first + partition[stage]))
     each, extra = divmod(num_layers, num_stages)
     first = stage * each + min(stage, extra)
     return tuple(range(first, first + each + (stage < extra)))
 
 
 def _check(config: ModelConfig, rank: Rank) -> None:
-    if min(rank.tp, rank.pp) < 1 or not 0 <= rank.index < rank.tp * rank.pp:
-        raise InvalidSetting("rank", rank.index, f"there are tp {rank.tp} x pp {rank.pp} ranks, numbered from 0")
-    if max(rank.cp, rank.ep) > 1:
-        raise InvalidSetting("rank", f"cp {rank.cp}, ep {rank.ep}", "not in this release", remedy="use tp and pp")
+    if min(rank.tp, rank.pp, rank.cp, rank.ep) < 1 or not 0 <= rank.index < rank.tp * rank.cp * rank.pp:
+        sizes = f"tp {rank.tp} x pp {rank.pp}" + (f" x cp {rank.cp}" if rank.cp != 1 else "")
+        raise InvalidSetting("rank", rank.index, f"there are {sizes} ranks, numbered from 0")
+    if (rank.tp * rank.cp) % rank.ep:
+        raise InvalidSetting(
+            "ep", rank.ep, f"experts are spread over the tp {rank.tp} x cp {rank.cp} ranks of a stage, and it does not "
+            "divide them", remedy="choose an ep that divides tp x cp",
+        )  # fmt: skip
+    _check_stages(config, rank)
+    if not rank.attention_dp and rank.tp > 1:
+        for layer in {id(layer): layer for layer in config.layers}.values():
+            _check_heads(config, layer, rank.tp)
+
+
+def _check_stages(config: ModelConfig, rank: Rank) -> None:
     if rank.pp > config.num_layers:
         raise InvalidSetting("pp", rank.pp, f"{config.name} has only {config.num_layers} layers")
-    if not rank.attention_dp and config.num_heads % rank.tp:
+    parts = rank.partition
+    if parts and (len(parts) != rank.pp or sum(parts) != config.num_layers or min(parts) < 1):
         raise InvalidSetting(
-            "tp",
-            rank.tp,
-            f"{config.name} has {config.num_heads} query heads, which do not divide by it",
-            remedy="choose a tp that divides the query heads",
-        )
+            "partition", parts, f"{config.name} has {config.num_layers} layers for pp {rank.pp} stages",
+            remedy=f"give {rank.pp} counts of at least 1 whose sum is {config.num_layers}",
+        )  # fmt: skip
+
+
+def _check_heads(config: ModelConfig, layer: Layer, tp: int) -> None:
+    """Heads are never cut: query heads and heads of a state must divide by ``tp``."""
+    for mixer in layer.mixers:
+        what = "query heads" if isinstance(mixer, Attention | Latent) else "heads of recurrent state"
+        if mixer.num_heads % tp or (isinstance(mixer, Recurrent) and not mixer.num_heads and mixer.conv_channels % tp):
+            raise InvalidSetting(
+                "tp",
+                tp,
+                f"{config.name} has {mixer.num_heads or mixer.conv_channels} {what}, which do not divide by it"
+                if isinstance(mixer, Recurrent)
+                else f"{config.name} has {mixer.num_heads} {what}, which do not divide by it",
+                remedy=f"choose a tp that divides the {what}",
+            )

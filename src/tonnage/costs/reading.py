@@ -200,14 +200,19 @@ def _translated(raw: Mapping[str, object], *, model_type: str) -> dict[str, obje
     return fields
 
 
+@cache
 def _defaults(model_type: str) -> Mapping[str, object]:
-    return _class_defaults().get(_SAME_CLASS.get(model_type, model_type), {})
+    """What the family's class assumes, under the names used here; empty for a family that is not known."""
+    name = _SAME_CLASS.get(model_type, model_type)
+    return _translated(class_defaults().get(name, {}), model_type=name)
 
 
 @cache
-def _class_defaults() -> dict[str, dict[str, object]]:
+def class_defaults() -> dict[str, dict[str, object]]:
+    """By family, as the classes name their fields."""
     text = (Path(__file__).parent / "data" / "class-defaults.json").read_text(encoding="utf-8")
-    return {name: _translated(fields, model_type=name) for name, fields in json.loads(text).items()}
+    made: dict[str, dict[str, object]] = json.loads(text)
+    return made
 
 
 def objects(raw: Mapping[str, object], keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, object]]]:
