@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-import pytest
-from test_planner import SMOLLM2, checked, limits
+from dataclasses import replace
 
-from tonnage.config import Knobs
+import pytest
+from test_planner import LLAMA_8B, SMOLLM2, checked, limits
+
+from tonnage.budget.charges import charges
+from tonnage.config import Knobs, Limits
+from tonnage.costs.config import ModelConfig
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import generic_card, host_card
 from tonnage.layout import metadata_bytes_per_block, penalty_table_bytes, table_bytes
 from tonnage.planner import claims_for, plan_without_device, resolve_limits
-from tonnage.planner.claims import step_input_bytes
+from tonnage.planner.claims import step_input_bytes, without
 from tonnage.planner.limits import HOST_MAX_BATCH_SIZE
-from tonnage.terms import Fixed, LineKind, PerBlock, Source
+from tonnage.terms import (
+    Chip,
+    Claim,
+    Fixed,
+    LineKind,
+    Measured,
+    PerBlock,
+    Quantity,
+    Rank,
+    ReferenceSide,
+    Scratch,
+    Source,
+    worst_shape,
+)
 from tonnage.units import GiB
 
 
@@ -44,7 +61,9 @@ def test_claims_of_this_path():
     assert found["step inputs"].cost == Fixed(bytes=step_input_bytes(made)) == Fixed(bytes=8 * (3 * 64 + 3 * 5))
     assert found["penalty tables"].cost == Fixed(bytes=4 * 49_152 * (4 + 1))
     assert not found["block metadata"].applies
-    assert [claim.source for claim in found.values() if claim.line == LineKind.SCRATCH and claim.applies] == [Source.DECLARED]
+    assert [claim.source for claim in found.values() if claim.line == LineKind.SCRATCH and claim.applies] == [
+        Source.DECLARED
+    ]
 
 
 @pytest.mark.parametrize("card", [generic_card(80 * GiB), host_card(2 * GiB)], ids=lambda card: card.name)
@@ -60,3 +79,160 @@ def test_penalty_tables_are_paid_from_the_start_unless_they_are_switched_off(car
     assert without.bytes_of(LineKind.TABLES) < made.bytes_of(LineKind.TABLES)
     assert without.kv.bytes > made.kv.bytes + size // 2
     assert without.fingerprint != made.fingerprint
+
+
+#: A latent model with experts, as config.json has it.
+LATENT = ModelConfig.from_dict(
+    {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "intermediate_size": 18_432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 129_280,
+        "max_position_embeddings": 163_840, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    },
+    name="latent",
+)  # fmt: skip
+#: Two sizes of heads: windows of 8 heads of 128, full layers of 2 heads of 256.
+TWO_KINDS = replace(
+    LLAMA_8B,
+    layers=(
+        *LLAMA_8B.layers[:16],
+        *(
+            replace(layer, mixer=replace(layer.mixer, num_kv_heads=2, head_dim=256, v_head_dim=256))
+            for layer in LLAMA_8B.layers[16:]
+        ),
+    ),
+)
+CHIP = Chip(name="H200", sm=90, num_sms=132, total_bytes=150_109_880_320)
+LONG = Limits(
+    max_seq_len=65_536,
+    max_batch_size=256,
+    max_num_tokens=8192,
+    max_logits_rows=256,
+    prefix_caching=True,
+    penalties=True,
+)
+
+
+def scratch_of(*claims: Claim) -> dict[str, Claim]:
+    return {claim.name: claim for claim in claims if claim.line == LineKind.SCRATCH and claim.applies}
+
+
+def nothing_measured(device_bytes: int) -> Measured:
+    none = Quantity.exact(0, Source.MEASURED, "test")
+    return Measured(
+        rank=Rank(),
+        device_bytes=device_bytes,
+        weights=none,
+        context=none,
+        libraries=none,
+        stages=(),
+        graphs=None,
+        foreign_bytes=none,
+    )
+
+
+class TestLatentContext:
+    """A latent model whose backend expands what it attends to: two demands that share the budget with the cache."""
+
+    @pytest.mark.parametrize(
+        ("rank", "rate", "gather"),
+        [
+            (Rank(tp=8, size=8, attention_dp=True), 40_960, 114_688),
+            (Rank(tp=8, size=8), 5_120, 14_336),
+        ],
+    )
+    def test_both_are_rated(self, rank, rate, gather):
+        listed = claims_for(LATENT, LONG, backend="trtllm", kv_dtype="fp8", rank=rank, chip=CHIP)
+        charged = charges(nothing_measured(CHIP.total_bytes), listed, limits=LONG, chip=CHIP)
+        assert {one.claim.name: one.bytes_per_token for one in charged.rated} == {
+            "trtllm: context dequantisation": rate,
+            "trtllm: context gather": gather,
+        }
+        assert all(one.most_tokens == 256 * 65_536 for one in charged.rated)
+        assert charged.line(LineKind.SCRATCH).bytes == 0
+
+    def test_the_reference_knows_of_one(self):
+        found = scratch_of(*claims_for(LATENT, LONG, backend="trtllm", kv_dtype="fp8", chip=CHIP))
+        assert {name: claim.reference_side for name, claim in found.items()} == {
+            "trtllm: context dequantisation": ReferenceSide.POOL,
+            "trtllm: context gather": None,
+        }
+
+    def test_chunks_bound_it_on_later_chips(self):
+        later = replace(CHIP, sm=100)
+        listed = claims_for(LATENT, LONG, backend="trtllm", kv_dtype="fp8", chip=later)
+        charged = charges(nothing_measured(CHIP.total_bytes), listed, limits=LONG, chip=later)
+        assert charged.rated == ()
+        assert charged.line(LineKind.SCRATCH).bytes == (8192 + 8 * 8192) * (40_960 + 114_688)
+
+    def test_a_backend_that_reads_pages_has_none(self):
+        (claim,) = (c for c in claims_for(LATENT, LONG, backend="flashinfer") if c.name == "context workspace")
+        assert (claim.applies, claim.because) == (False, "flashinfer reads its pages where they lie")
+
+
+class TestKindsOfLayers:
+    def test_each_kind_is_told_apart_and_the_largest_counts(self):
+        listed = claims_for(TWO_KINDS, LONG, backend="sdpa")
+        found = scratch_of(*listed)
+        assert set(found) == {
+            "sdpa: gathered pages and masks (32 heads of 128 on 8)",
+            "sdpa: gathered pages and masks (32 heads of 256 on 2)",
+        }
+        charged = charges(nothing_measured(CHIP.total_bytes), listed, limits=LONG, chip=CHIP)
+        (only,) = scratch_of(*claims_for(LLAMA_8B, LONG, backend="sdpa")).values()
+        alone = charges(nothing_measured(CHIP.total_bytes), [only], limits=LONG, chip=CHIP)
+        assert charged.line(LineKind.SCRATCH).bytes == alone.line(LineKind.SCRATCH).bytes
+
+    def test_what_is_declared_alike_is_said_once(self):
+        found = scratch_of(*claims_for(TWO_KINDS, LONG, backend="flashinfer"))
+        assert sorted(found) == [
+            "flashinfer: float workspace (32 heads of 128 on 8)",
+            "flashinfer: float workspace (32 heads of 256 on 2)",
+            "flashinfer: plan",
+        ]
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "triton", "trtllm"])
+def test_other_backends_price_a_dense_model(backend):
+    listed = claims_for(LLAMA_8B, replace(LONG, graph_batch_sizes=(256,)), backend=backend)
+    for claim in scratch_of(*listed).values():
+        assert isinstance(claim.cost, Scratch)
+        assert claim.reference_side == ReferenceSide.PEAK
+        assert 0 < claim.cost.bytes_at(worst_shape(LONG), CHIP) < GiB
+
+
+def test_an_unknown_backend_is_refused_even_where_no_layer_attends():
+    with pytest.raises(InvalidSetting, match="flash9"):
+        claims_for(LLAMA_8B, LONG, backend="flash9")
+    states = replace(LLAMA_8B, layers=tuple(replace(layer, mixer=None) for layer in LLAMA_8B.layers))
+    with pytest.raises(InvalidSetting, match="flash9"):
+        claims_for(states, LONG, backend="flash9")
+    assert not scratch_of(*claims_for(states, LONG))
+
+
+def test_every_claim_that_can_be_switched_off_is_then_charged_nothing():
+    bounds = replace(
+        LONG, max_adapters=2, max_adapter_rank=8, max_draft_tokens=2, lookahead_steps=1, prompt_logprobs=True
+    )
+    listed = claims_for(LLAMA_8B, bounds)
+    names = {claim.name for claim in listed if claim.can_disable and claim.applies}
+    assert names == {
+        "adapter activations",
+        "adapters",
+        "draft probabilities",
+        "penalty tables",
+        "penalty tables of look-ahead seats",
+        "prompt log-probs",
+    }
+    for claim in without(listed, frozenset(names)):
+        assert (claim.name in names) <= (not claim.applies and claim.because == "switched off")
+
+
+def test_dtypes_default_to_the_models():
+    listed = {c.name: c for c in claims_for(LLAMA_8B, replace(LONG, max_adapters=1, max_adapter_rank=1))}
+    wide = {c.name: c for c in claims_for(LLAMA_8B, replace(LONG, max_adapters=1, max_adapter_rank=1), dtype="float32")}
+    assert wide["adapters"].cost.bytes == 2 * listed["adapters"].cost.bytes
+    scratch = [c["sdpa: gathered pages and masks"].cost.element_bytes for c in (listed, wide)]
+    assert scratch == [2, 4]

@@ -98,21 +98,23 @@ def attention_shapes(
     held = rank_shape(config, rank)
     num_ranks = 1 if rank.attention_dp else rank.tp
     algorithm = sparse_algorithm(config)
-    found: dict[AttentionShape, None] = {}
-    for index in held.layers if config.layers else ():
-        for mixer in config.layers[index].mixers:
-            if made := _shape(mixer, num_ranks, algorithm=algorithm, kv_dtype=kv_dtype, block_tokens=block_tokens):
-                found[made] = None
+    # Most layers are alike, so each kind is worked out once.
+    mixers = dict.fromkeys(mixer for index in held.layers for mixer in _mixers(config, index))
+    made = (_shape(m, num_ranks, algorithm=algorithm, kv_dtype=kv_dtype, block_tokens=block_tokens) for m in mixers)
+    return tuple(dict.fromkeys(shape for shape in made if shape))
+
+
+def _mixers(config: ModelConfig, index: int) -> tuple[Mixer, ...]:
+    """Of one layer; a config with no layers written out has plain attention in each."""
     if config.layers:
-        return tuple(found)
+        return config.layers[index].mixers
     uniform = Attention(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         v_head_dim=config.head_dim,
     )
-    made = _shape(uniform, num_ranks, algorithm=algorithm, kv_dtype=kv_dtype, block_tokens=block_tokens)
-    return (made,) if made else ()
+    return (uniform,)
 
 
 def _shape(mixer: Mixer, num_ranks: int, *, algorithm: str, kv_dtype: str, block_tokens: int) -> AttentionShape | None:

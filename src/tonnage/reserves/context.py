@@ -23,28 +23,12 @@ def attended_worst_tokens(limits: Limits, *, asked: int | None = None) -> int:
     return worst if asked is None else min(max(asked, limits.max_seq_len), worst)
 
 
-def reference_limit(
-    limits: Limits,
-    *,
-    is_chunk_bounded: bool,
-    asked: int | None = None,
-    needs_long_probe: bool = False,
-    ran_long_probe: bool = False,
-) -> int | None:
-    """The reference's cap before money, None where it sees no need: with prefix reuse unless prefills are chunked, and
-    with chunks where they bound nothing or the probe that would have shown it did not run."""
-    chunked = limits.chunked_prefill
-    unseen = not is_chunk_bounded or (needs_long_probe and not ran_long_probe)
-    exceeds = (limits.prefix_caching and not chunked) or (chunked and unseen)
-    return attended_worst_tokens(limits, asked=asked) if exceeds else None
-
-
 def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
-    found = tuple(_claim(one) for one in inputs.scratch if one.is_context)
+    found = tuple(_claim(one, inputs.limits) for one in inputs.scratch if one.is_context)
     return found or (_none(inputs),)
 
 
-def _claim(one: Declared) -> Claim:
+def _claim(one: Declared, limits: Limits) -> Claim:
     # What the reference leaves undeclared it cannot charge either.
     side = ReferenceSide.POOL if one.in_reference else None
     if one.scratch.chunk_bounded:
@@ -52,8 +36,9 @@ def _claim(one: Declared) -> Claim:
     else:
         cost = "it shares the budget with the cache, and a step that would attend to more than it got is split or waits"
     reason = (
-        "cached keys and values are expanded for every token a step attends to; without it a step over long cached "
-        f"prefixes would run out of memory half-way; {cost}"
+        "cached keys and values are expanded for every token a step attends to, at most "
+        f"{attended_worst_tokens(limits):,}; without it a step over long cached prefixes would run out of memory "
+        f"half-way; {cost}"
     )
     return scratch_claim(one, reason=reason, reference_side=side)
 

@@ -29,7 +29,8 @@ def indexer_logits_bytes(
 
 def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
     limits = inputs.limits
-    size = indexer_logits_bytes(limits.max_num_tokens, limits.max_seq_len)
+    has_indexer = inputs.algorithm != "none"
+    size = indexer_logits_bytes(limits.max_num_tokens, limits.max_seq_len) if has_indexer else 0
     claim = Claim(
         name="indexer logits",
         owner="attention.indexer",
@@ -44,7 +45,7 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
         reason="scores of every new token against every cached one; without it the first long context would run out "
         "of memory or stall in the driver; a smaller max_num_tokens makes it smaller and prefill slower",
     )
-    return (only_if(claim, inputs.algorithm != "none", "no layer has a sparse indexer"),)
+    return (only_if(claim, has_indexer, "no layer has a sparse indexer"),)
 
 
 RESERVE = Reserve(
