@@ -91,6 +91,33 @@ class PoolOptions:
         return None if self.dtype is None else parse_dtype(self.dtype, knob="--dtype", allowed=WEIGHT_DTYPES)
 
 
+def _list_peer_knobs(asked: list[str] | None) -> list[str] | None:
+    """``--like help`` prints every knob that is understood and ends, whatever else was typed."""
+    if asked and any(text.strip().lower() == "help" for text in asked):
+        from tonnage.peers import help_text
+
+        print(help_text(), end="")
+        raise typer.Exit
+    return asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikeOptions:
+    """Knobs of other engines, in their own words."""
+
+    like: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--like",
+            metavar="ENGINE:KNOB=VALUE",
+            help="A knob of vllm, sglang or trtllm; may be repeated, and --like help lists all.",
+            show_default=False,
+            is_eager=True,
+            callback=_list_peer_knobs,
+        ),
+    ] = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
     """How the engine schedules."""

@@ -12,7 +12,11 @@ from tonnage.cli.groups import grouped
 from tonnage.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tonnage.config import Knobs, LimitKnobs
     from tonnage.hardware import Card
+    from tonnage.terms import MemoryPlan
 
 Output = Annotated[
     str | None, typer.Option("--output", metavar="FILE", help="Also keep the plan as JSON.", show_default=False)
@@ -26,6 +30,7 @@ def plan(
     device: opt.Device = None,
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
+    like: opt.LikeOptions,
     as_json: opt.AsJson = False,
     output: Output = None,
     force: opt.Force = False,
@@ -42,7 +47,12 @@ def plan(
 
     if output is not None:
         check_writable(output, force=force, flag="--output")
-    made = plan_without_device(find_config(model), card=card, knobs=knobs, limit_knobs=limits, dtype=weights_dtype)
+    config = find_config(model)
+
+    def plan_with(knobs: Knobs, limits: LimitKnobs) -> MemoryPlan:
+        return plan_without_device(config, card=card, knobs=knobs, limit_knobs=limits, dtype=weights_dtype)
+
+    made = plan_like(like.like, knobs, limits, plan_with)
     if output is not None:
         write_file(output, plan_text(made), force=force, flag="--output")
     if as_json:
@@ -53,6 +63,24 @@ def plan(
     from tonnage.report.table import show_plan
 
     show_plan(made, console_for(sys.stdout))
+
+
+def plan_like(
+    likes: Sequence[str] | None,
+    knobs: Knobs,
+    limits: LimitKnobs,
+    plan_with: Callable[[Knobs, LimitKnobs], MemoryPlan],
+) -> MemoryPlan:
+    """The plan with other engines' knobs beside our own, and a warning for each that means something else here."""
+    if not likes:
+        return plan_with(knobs, limits)
+    from dataclasses import replace
+
+    from tonnage.peers import translate
+
+    asked = translate(likes, knobs=knobs, limit_knobs=limits, plan_with=plan_with)
+    made = plan_with(asked.knobs, asked.limit_knobs)
+    return replace(made, warnings=(*made.warnings, *asked.notes))
 
 
 def card_of(device: str | None, memory: str | None) -> Card:

@@ -1,7 +1,8 @@
 """A ``MemoryPlan`` as canonical JSON, schema ``tonnage.plan/1``, and back.
 
 The object under ``kv`` also carries what readers want ready-made (``blocks``, ``block_bytes``, ``block_tokens``,
-``bytes_per_token``). These follow from the layout: a file in which they disagree with it is refused.
+``bytes_per_token``). These follow from the layout: a file in which they disagree with it is refused. ``equivalent``
+follows from the whole plan and is made anew whenever the plan is written: what a file holds there is not read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from typing import Any
 
 from tonnage.report import codec
 from tonnage.report.checks import check_plan
+from tonnage.report.flags import equivalent_document
 from tonnage.terms import PLAN_SCHEMA, KVPool, MemoryPlan
+
+#: Flags of other engines, for readers alone.
+EQUIVALENT = "equivalent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ def plan_document(plan: MemoryPlan) -> dict[str, Any]:
     """The plan as plain JSON values."""
     document: dict[str, Any] = codec.to_json(plan)
     document["kv"] |= derived(plan.kv)
+    document[EQUIVALENT] = equivalent_document(plan)
     return document
 
 
@@ -75,9 +81,10 @@ def plan_from(document: Mapping[str, Any], *, file: str, at: codec.Path = ()) ->
 
 
 def _without_derived(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    document = {key: value for key, value in document.items() if key != EQUIVALENT}
     kv = document.get("kv")
     if not isinstance(kv, dict):
-        return dict(document), {}
+        return document, {}
     names = ("blocks", "block_bytes", "block_tokens", "bytes_per_token")
     bare = {key: value for key, value in kv.items() if key not in names}
     return {**document, "kv": bare}, {name: kv[name] for name in names if name in kv}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tonnage.config import Origin, Setting
 from tonnage.report.draw import COLOURS, grid, hanging, plural, share, show, slice_bar, spread
+from tonnage.report.flags import flags_text
 from tonnage.report.plan_json import bytes_per_token
 from tonnage.terms import Line, MemoryPlan, Step
 from tonnage.units import format_bytes
@@ -38,6 +39,7 @@ def plan_parts(plan: MemoryPlan, console: Console) -> list[RenderableType]:
         parts.append(switched_off_text(plan, console.width))
     if plan.warnings:
         parts.append(warnings_text(plan, console.width))
+    parts.append(flags_text(plan, console.width))
     return parts
 
 

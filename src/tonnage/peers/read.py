@@ -1,0 +1,110 @@
+"""Values as the other engines write them: their suffixes, their switches, their words for "as the model says".
+
+Every reader takes the text and the name for errors, and returns our value, or None where the text says to leave our
+knob as it is ("auto"). All raise ``InvalidSetting``.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from tonnage.costs.dtypes import parse_dtype
+from tonnage.errors import InvalidSetting
+from tonnage.units import GiB, parse_bytes, parse_count, parse_fraction
+
+_SUFFIXED = re.compile(r"^\s*(\d+(?:\.\d+)?)([kmgtKMGT])\s*$")
+_POWERS = "kmgt"
+_YES, _NO = ("", "true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+def count(text: str, knob: str) -> int | None:
+    """A whole number of at least 1."""
+    return parse_count(text, knob=knob)
+
+
+def vllm_count(text: str, knob: str) -> int | None:
+    """vLLM's notation: small suffixes are powers of 1,000 and capitals powers of 1,024, so 8k is 8,000, 8K is 8,192."""
+    found = _SUFFIXED.match(text)
+    return parse_count(text, knob=knob) if found is None else _scaled(found, text, knob)
+
+
+def vllm_length(text: str, knob: str) -> int | None:
+    """As ``vllm_count``; -1 and auto leave the length to be fitted."""
+    return None if text.strip().lower() in ("-1", "auto") else vllm_count(text, knob)
+
+
+def vllm_bytes(text: str, knob: str) -> int | None:
+    """vLLM's suffixes (25g is 25 * 1000^3 bytes, 25G is 25 * 1024^3), or a size as we write it."""
+    found = _SUFFIXED.match(text)
+    return parse_bytes(text, knob=knob) if found is None else _scaled(found, text, knob)
+
+
+def size_or_unset(text: str, knob: str) -> int | None:
+    """A size; 0 means that there is no such cap."""
+    return parse_bytes(text, knob=knob, allow_zero=True) or None
+
+
+def gibibytes(text: str, knob: str) -> int | None:
+    """A number of GiB, as a bare number; 0 is none at all, which is a value of ours too."""
+    try:
+        value = Fraction(text.strip()) * GiB
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    if value < 0 or value.denominator != 1:
+        raise InvalidSetting(knob, text, "not a number of GiB", remedy="write a number such as 4 or 1.5")
+    return int(value)
+
+
+def chunk(text: str, knob: str) -> int | None:
+    """Tokens of a prefill chunk; -1 (no chunks) has no counterpart."""
+    if text.strip() == "-1":
+        raise InvalidSetting(
+            knob,
+            text,
+            "without chunks a step is as long as the longest prompt, and ours are always bounded",
+            remedy="give the tokens of the longest step, such as 8192",
+        )
+    return parse_count(text, knob=knob)
+
+
+def share(text: str, knob: str) -> Fraction | None:
+    """An exact share above 0, at most 1."""
+    return parse_fraction(text, knob=knob)
+
+
+def dtype(text: str, knob: str) -> str | None:
+    """An element type; "auto" leaves it to the weights."""
+    return None if text.strip().lower() == "auto" else parse_dtype(text, knob=knob)
+
+
+def eager(text: str, knob: str) -> str | None:
+    """A switch that turns graphs off; alone it means yes."""
+    word = text.strip().lower()
+    if word not in (*_YES, *_NO):
+        raise InvalidSetting(knob, text, "neither true nor false", remedy="write true or false")
+    return "none" if word in _YES else None
+
+
+def graph_config(text: str, knob: str) -> str | None:
+    """TensorRT-LLM turns graphs off by an empty configuration."""
+    if text.strip().lower() not in ("null", "none", "~"):
+        raise InvalidSetting(knob, text, "only null is understood", remedy="write null, or give batch_sizes")
+    return "none"
+
+
+def batch_sizes(text: str, knob: str) -> str | None:
+    """A list of batch sizes, with or without brackets, between commas or spaces."""
+    parts = [part for part in re.split(r"[\s,]+", text.strip().strip("[]()")) if part]
+    if not parts:
+        raise InvalidSetting(knob, text, "no sizes", remedy="write sizes such as 1,2,4,8")
+    return ",".join(str(parse_count(part, knob=knob)) for part in parts)
+
+
+def _scaled(found: re.Match[str], text: str, knob: str) -> int:
+    number, suffix = Fraction(found[1]), found[2]
+    base = 1000 if suffix.islower() else 1024
+    value = number * base ** (_POWERS.index(suffix.lower()) + 1)
+    if value.denominator != 1 or value < 1:
+        raise InvalidSetting(knob, text, "not a whole number of at least 1", remedy="write 8192, 8k (8,000) or 8K")
+    return int(value)
