@@ -63,8 +63,8 @@ SHAPES = st.builds(
     captured=st.booleans(),
 )
 ATTENTION = st.sampled_from(
-    [LLAMA, replace(LLAMA, num_heads=8), replace(LLAMA, num_kv_heads=1, head_dim=256, v_head_dim=256), LATENT,
-     replace(LATENT, kv_dtype="nvfp4", algorithm="dsa"), replace(LATENT, algorithm="deepseek_v4", has_short_mha=True)]
+    [LLAMA, replace(LLAMA, num_heads=8, row_tokens=4), replace(LLAMA, num_kv_heads=1, head_dim=256, v_head_dim=256),
+     LATENT, replace(LATENT, kv_dtype="nvfp4", algorithm="dsa"), replace(LATENT, algorithm="deepseek_v4", has_short_mha=True)]
 )  # fmt: skip
 
 
@@ -152,6 +152,14 @@ class TestFlashInfer:
     def test_tiles(self, packed, dim, tile):
         assert tile_rows(packed, dim) == tile
 
+    @pytest.mark.parametrize(("batch", "items", "tile"), [(1, 1, 16), (8, 8, 128), (64, 71, 128)])
+    def test_drafts_make_larger_tiles(self, batch, items, tile):
+        """Three drafts a row: 4 * 4 packed queries in each, and up to (3 B + 1) * 4 in one of them."""
+        drafting = FlashInferFloats(shape=replace(LLAMA, row_tokens=4))
+        assert drafting.graph_items(batch) == (items, tile)
+        size = workspace_bytes(num_heads=32, head_dim=128, num_items=max(33, items), tile=tile)
+        assert drafting.bytes_at(decode(batch, captured=True), H200) == size
+
     @given(st.lists(st.integers(1, 40), min_size=1, max_size=40))
     def test_the_bound_covers_any_lengths(self, lengths):
         """Brute force: no way to cut the tokens into rows makes more tiles than the planner's bound."""
@@ -198,6 +206,10 @@ class TestTriton:
         largest = scratch.bytes_at(decode(33), H200)
         assert scratch.bytes_at(decode(512), H200) == largest == 1_056_768
         assert most_parts(512, 8, num_slots=264, most_splits=32) == most_parts(32, 8, num_slots=264, most_splits=32)
+
+    def test_drafts_leave_parts_of_their_own(self):
+        size = TritonPartials(shape=LLAMA).bytes_at(decode(16), H200)
+        assert TritonPartials(shape=replace(LLAMA, row_tokens=4)).bytes_at(decode(16), H200) == 4 * size
 
     def test_no_parts_where_rows_fill_the_chip_by_themselves(self):
         assert most_parts(512, 512, num_slots=264, most_splits=32) == 0

@@ -203,6 +203,7 @@ class TestShapesOfAModel:
         (made,) = attention_shapes(self.DENSE, kv_dtype=HALF)
         assert made == replace(LLAMA, kv_dtype=HALF)
         assert attention_shapes(replace(self.DENSE, layers=()), kv_dtype=HALF) == (made,)
+        assert attention_shapes(self.DENSE, kv_dtype=HALF, row_tokens=3) == (replace(made, row_tokens=3),)
 
     def test_each_kind_once_and_none_for_states(self):
         window, wide, latent = attention_shapes(self.config(), kv_dtype=FP8, block_tokens=32)

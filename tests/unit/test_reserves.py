@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tonnage.reserves
+from tonnage.budget.reference import charges as reference
 from tonnage.config import Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention, Dense, Experts, Latent, Layer, Recurrent, Tower
@@ -296,6 +297,34 @@ def test_the_most_a_step_may_attend_to(asked, tokens):
     assert attended_worst_tokens(bounds, asked=asked) == tokens
 
 
+# -- the reference's formulas, in a room that cannot see this one ----
+
+
+@given(
+    extra=st.integers(1, 5000),
+    beam=st.integers(1, 8),
+    vocab=st.integers(1, 10**6),
+    tokens=st.integers(1, 10**5),
+    length=st.integers(1, 10**7),
+    output=st.integers(0, 10**9),
+    profiled=st.integers(0, 10**9),
+    cache=st.integers(0, 10**9),
+    active=st.booleans(),
+)
+def test_both_rooms_have_the_same_formulas(extra, beam, vocab, tokens, length, output, profiled, cache, active):
+    assert penalty_bytes(extra, vocab, beam_width=beam) == reference.penalty_reserve(
+        num_sequences=extra + 7, num_base_sequences=7, beam_width=beam, vocab_size=vocab
+    )
+    assert indexer_logits_bytes(tokens, length) == reference.indexer_reserve(max_num_tokens=tokens, max_seq_len=length)
+    known = {
+        "output_budget_bytes": output,
+        "profiled_output_bytes": profiled,
+        "cache_bytes": cache,
+        "is_cache_active": active,
+    }
+    assert encoder_reserve_bytes(**known) == reference.encoder_reserve(**known)
+
+
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +381,9 @@ def test_encoder_claims():
     assert size(found["encoder output"]) == encoder_output_bytes(1024, 4096, "bfloat16") == 8 * MiB
     assert size(found["encoder cache"]) == 128 * MiB
     assert found["encoder output"].stage is None  # it lies beside every stage
+    probed = by_name(SEES, profiled_output_bytes=3 * MiB)["encoder output"]
+    assert (size(probed), probed.probed_bytes) == (8 * MiB, 3 * MiB)
+    assert by_name(SEES, profiled_output_bytes=GiB)["encoder output"].probed_bytes == 8 * MiB
 
 
 def test_models_that_attend_to_an_encoder_have_one_without_a_tower():

@@ -35,9 +35,9 @@ class Fa3Partials(Scratch):
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         if self.num_splits is None:
             parts = most_parts(shape.decode_rows, kv_heads, num_slots=num_sms(chip), most_splits=MOST_SPLITS)
-            results = parts * self.shape.num_groups
+            results = parts * self.shape.num_groups * self.shape.row_tokens
         else:
-            tokens = max(shape.num_tokens, shape.prefill_tokens, shape.decode_rows)
+            tokens = max(shape.num_tokens, shape.prefill_tokens, shape.decode_rows * self.shape.row_tokens)
             results = self.num_splits * tokens * heads if self.num_splits > 1 else 0
         return partial_bytes(results, self.shape.v_head_dim)
 

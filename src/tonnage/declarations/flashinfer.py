@@ -8,8 +8,8 @@ eager   it cuts only while there are fewer tiles than 2 * SMs / H_kv, so P stays
 graphs  it always cuts, and pads: P = max(2 * SMs / H_kv, ceil(T * G / tile) + B - 1) for T tokens of B rows, where
         the second is the planner's bound on the sum of ceil(q_i * G / tile) over any lengths q_i
 
-Only decodes are captured here, one token a row. The int workspace holds the plan itself, 8 MiB on the device, beside
-as many pinned in host memory. ``plan`` raises where either is too small.
+Only decodes are captured here, each row with its last token and what is drafted after it. The int workspace holds the
+plan itself, 8 MiB on the device, beside as many pinned in host memory. ``plan`` raises where either is too small.
 """
 
 from __future__ import annotations
@@ -54,17 +54,22 @@ class FlashInferFloats(Scratch):
         eager = self._bytes(items, self._eager_tile(shape)) if shape.prefill_tokens or shape.decode_rows else 0
         if not (shape.captured and shape.decode_rows):
             return eager
-        tile = tile_rows(self.shape.num_groups, self.shape.v_head_dim)
-        return max(eager, self._bytes(max(items, self.graph_items(shape.decode_rows, tile)), tile))
+        padded, tile = self.graph_items(shape.decode_rows)
+        return max(eager, self._bytes(max(items, padded), tile))
 
-    def graph_items(self, num_rows: int, tile: int) -> int:
-        """Work items that the plan of a captured batch is padded to, before the floor of the chip."""
-        return ceil_div(num_rows * self.shape.num_groups, tile) + num_rows - 1
+    def graph_items(self, num_rows: int) -> tuple[int, int]:
+        """Work items that the plan of a captured batch is padded to, before the floor of the chip, and their tile.
+
+        The planner knows the number of tokens alone: one row might have all but one for each other row.
+        """
+        tokens = num_rows * self.shape.row_tokens
+        tile = tile_rows((tokens - num_rows + 1) * self.shape.num_groups, self.shape.v_head_dim)
+        return ceil_div(tokens * self.shape.num_groups, tile) + num_rows - 1, tile
 
     def _eager_tile(self, shape: StepShape) -> int:
         """The largest tile that any mix of rows within the shape leads to: one row with all of the prefill tokens."""
-        longest = max(shape.prefill_tokens, 1) * self.shape.num_groups
-        return max(tile_rows(count, self.shape.v_head_dim) for count in (self.shape.num_groups, longest))
+        longest = max(shape.prefill_tokens, self.shape.row_tokens) * self.shape.num_groups
+        return tile_rows(longest, self.shape.v_head_dim)
 
     def _bytes(self, num_items: int, tile: int) -> int:
         return workspace_bytes(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tonnage.config import DEFAULT_BLOCK_TOKENS
 from tonnage.costs.config import ModelConfig
@@ -28,6 +29,7 @@ class AttentionShape:
     algorithm               one of ``ALGORITHMS``
     has_short_mha           short contexts of a sparse latent layer are expanded like dense ones
     kv_dtype                of the cache as it is allocated
+    row_tokens              query tokens of a decoding row: its last token and what is drafted after it
     """
 
     num_heads: int
@@ -41,6 +43,7 @@ class AttentionShape:
     has_short_mha: bool = False
     kv_dtype: str = "bfloat16"
     block_tokens: int = DEFAULT_BLOCK_TOKENS
+    row_tokens: int = 1
 
     @property
     def is_latent(self) -> bool:
@@ -87,7 +90,12 @@ def sparse_algorithm(config: ModelConfig) -> str:
 
 
 def attention_shapes(
-    config: ModelConfig, *, kv_dtype: str, block_tokens: int = DEFAULT_BLOCK_TOKENS, rank: Rank | None = None
+    config: ModelConfig,
+    *,
+    kv_dtype: str,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    row_tokens: int = 1,
+    rank: Rank | None = None,
 ) -> tuple[AttentionShape, ...]:
     """Each kind of attention that this rank's layers have, once, in the order of the layers; recurrent ones have none.
 
@@ -100,8 +108,9 @@ def attention_shapes(
     algorithm = sparse_algorithm(config)
     # Most layers are alike, so each kind is worked out once.
     mixers = dict.fromkeys(mixer for index in held.layers for mixer in _mixers(config, index))
-    made = (_shape(m, num_ranks, algorithm=algorithm, kv_dtype=kv_dtype, block_tokens=block_tokens) for m in mixers)
-    return tuple(dict.fromkeys(shape for shape in made if shape))
+    made = (_shape(mixer, num_ranks, algorithm) for mixer in mixers)
+    known: dict[str, Any] = {"kv_dtype": kv_dtype, "block_tokens": block_tokens, "row_tokens": row_tokens}
+    return tuple(dict.fromkeys(replace(shape, **known) for shape in made if shape))
 
 
 def _mixers(config: ModelConfig, index: int) -> tuple[Mixer, ...]:
@@ -117,7 +126,7 @@ def _mixers(config: ModelConfig, index: int) -> tuple[Mixer, ...]:
     return (uniform,)
 
 
-def _shape(mixer: Mixer, num_ranks: int, *, algorithm: str, kv_dtype: str, block_tokens: int) -> AttentionShape | None:
+def _shape(mixer: Mixer, num_ranks: int, algorithm: str) -> AttentionShape | None:
     if isinstance(mixer, Latent):
         heads = ceil_div(mixer.num_heads, num_ranks)
         return AttentionShape(
@@ -129,8 +138,6 @@ def _shape(mixer: Mixer, num_ranks: int, *, algorithm: str, kv_dtype: str, block
             qk_nope_head_dim=mixer.qk_nope_head_dim,
             qk_rope_head_dim=mixer.qk_rope_head_dim,
             algorithm=algorithm,
-            kv_dtype=kv_dtype,
-            block_tokens=block_tokens,
         )
     if isinstance(mixer, Attention):
         return AttentionShape(
@@ -139,7 +146,5 @@ def _shape(mixer: Mixer, num_ranks: int, *, algorithm: str, kv_dtype: str, block
             head_dim=mixer.head_dim,
             v_head_dim=mixer.v_head_dim,
             algorithm=algorithm if mixer.index_head_dim else "none",
-            kv_dtype=kv_dtype,
-            block_tokens=block_tokens,
         )
     return None

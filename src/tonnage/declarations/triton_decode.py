@@ -1,7 +1,8 @@
 """What our own split-KV decode kernel takes: partial outputs of small batches, none for large ones.
 
 With S(b) = ceil(2 * SMs / (b * H_kv)) splits, at most 32, the partial results of any batch b stay below
-(2 * SMs + b * H_kv) * G * (D + 1) * 4 bytes; from b * H_kv >= 2 * SMs on there is one split and nothing to keep.
+(2 * SMs + b * H_kv) * G * (D + 1) * 4 bytes, as many times as a row has query tokens. From b * H_kv >= 2 * SMs on
+there is one split and nothing to keep.
 Prefill and mixed rows go through another kernel, which keeps no partial results.
 """
 
@@ -32,7 +33,7 @@ class TritonPartials(Scratch):
     def bytes_at(self, shape: StepShape, chip: Chip) -> int:
         slots = BLOCKS_PER_SM * num_sms(chip)
         parts = most_parts(shape.decode_rows, self.shape.num_kv_heads, num_slots=slots, most_splits=MOST_SPLITS)
-        return partial_bytes(parts * self.shape.num_groups, self.shape.v_head_dim)
+        return partial_bytes(parts * self.shape.num_groups * self.shape.row_tokens, self.shape.v_head_dim)
 
 
 def declare(shape: AttentionShape) -> tuple[Scratch, ...]:

@@ -102,7 +102,9 @@ def _declared(
     chip: Chip | None,
 ) -> tuple[Declared, ...]:
     """The backend's scratch for each kind of layer of this rank; what two kinds declare alike is said once."""
-    shapes = attention_shapes(config, kv_dtype=kv_dtype, block_tokens=block_tokens, rank=rank)
+    shapes = attention_shapes(
+        config, kv_dtype=kv_dtype, block_tokens=block_tokens, row_tokens=1 + limits.max_draft_tokens, rank=rank
+    )
     found: dict[Scratch, str] = {}
     for shape in shapes:
         for scratch in declare_for(backend, shape, limits=limits, chip=chip):

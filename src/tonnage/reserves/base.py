@@ -43,6 +43,7 @@ class ReserveInputs:
     chip             None: no card in mind
     scratch          what ``backend`` declares for the kinds of layers of this rank; ``reads`` what it does with pages
     algorithm        how sparse attention picks tokens, "none" where it reads them all
+    profiled_output_bytes  what the encoder's output took in the probes that were run
     counted          reserves that the plan's measured or predicted quantities hold already
     """
 
@@ -58,6 +59,7 @@ class ReserveInputs:
     reads: str = ""
     scratch: tuple[Declared, ...] = ()
     algorithm: str = "none"
+    profiled_output_bytes: int = 0
     counted: frozenset[str] = COUNTED
 
     @property

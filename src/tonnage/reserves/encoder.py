@@ -8,13 +8,15 @@ smaller than the largest, and its cache is empty. The reference adds both to the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.layout import DTYPE_BYTES
 from tonnage.reserves.base import Reserve, ReserveInputs, only_if
 from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, ReferenceSide, Source
 
 
 def encoder_output_bytes(num_tokens: int, hidden_size: int, dtype: str) -> int:
-    """An embedding of the text model's width for each token that the encoder puts out."""
+    """An embedding of the text model's width for each token the encoder computes; where it merges some, fewer."""
     return num_tokens * hidden_size * DTYPE_BYTES[dtype]
 
 
@@ -27,13 +29,13 @@ def encoder_reserve_bytes(
 
 def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
     limits = inputs.limits
+    budget = encoder_output_bytes(limits.max_encoder_tokens, inputs.config.hidden_size, inputs.dtype)
+    beyond = encoder_reserve_bytes(output_budget_bytes=budget, profiled_output_bytes=inputs.profiled_output_bytes)
     output = _claim(
         "encoder output",
         LineKind.TRANSIENT,
         Lifetime.STEP,
-        encoder_reserve_bytes(
-            output_budget_bytes=encoder_output_bytes(limits.max_encoder_tokens, inputs.config.hidden_size, inputs.dtype)
-        ),
+        budget,
         "embeddings of the largest picture or sound, kept until its prompt is computed; without it that request would "
         "run out of memory between encoder and model; switched off, requests with pictures or sounds are refused",
     )
@@ -41,16 +43,16 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
         "encoder cache",
         LineKind.TABLES,
         Lifetime.LAZY,
-        encoder_reserve_bytes(
-            output_budget_bytes=0,
-            cache_bytes=limits.encoder_cache_bytes,
-            is_cache_active=limits.encoder_cache_bytes > 0,
-        ),
+        limits.encoder_cache_bytes,
         "embeddings of pictures and sounds that may come again; it fills under traffic and would crowd out the cache "
         "of keys and values; switched off, each is encoded anew",
     )
     found = (
-        only_if(output, limits.max_encoder_tokens, "max_encoder_tokens is 0: the encoder is not used"),
+        only_if(
+            replace(output, probed_bytes=budget - beyond),
+            limits.max_encoder_tokens,
+            "max_encoder_tokens is 0: the encoder is not used",
+        ),
         only_if(cache, limits.encoder_cache_bytes, "encoder_cache_bytes is 0: nothing is cached"),
     )
     first = tuple(
