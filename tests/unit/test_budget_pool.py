@@ -95,6 +95,12 @@ def test_the_unit_is_the_finest_group_that_grows():
     assert [mixed.num_slabs(units) for units in (1, 4, 5)] == [2, 5, 7]
 
 
+def test_a_rank_of_context_parallelism_holds_every_second_block():
+    """One block here stands for two of a sequence, so the same bytes hold twice the tokens."""
+    local = PoolPrice.of(layout(FULL), free_charges(), limits=limits(), page_bytes=1, cp=2)
+    assert (local.block_tokens, local.local_tokens, local.num_slabs(5), local.most_units) == (32, 16, 5, 2 * 2)
+
+
 kinds = st.sampled_from(
     [KVGroupKind.FULL, KVGroupKind.WINDOW, KVGroupKind.LATENT, KVGroupKind.STATE, KVGroupKind.CROSS]
 )
@@ -123,7 +129,7 @@ demands = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), max_size=2
 def with_scratch(pool: PoolPrice, asked) -> PoolPrice:
     """``asked``: bytes a token, and tokens up to which they grow."""
     found = tuple(
-        Demand(name=str(i), rate_bytes=rate * pool.block_tokens, ceiling_bytes=rate * most)
+        Demand(name=str(i), rate_bytes=rate * pool.local_tokens, ceiling_bytes=rate * most)
         for i, (rate, most) in enumerate(asked)
     )
     return replace(pool, demands=found)

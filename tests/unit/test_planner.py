@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import bytes_per_token
-from tonnage.errors import DoesNotFit, InvalidSetting, UnsupportedModel
+from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import CARDS, find_card, generic_card, host_card
 from tonnage.planner import find_config, plan_without_device, resolve_limits
 from tonnage.planner.limits import HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS
@@ -208,11 +208,13 @@ def test_more_than_the_device_is_a_warning():
     assert made.device_bytes == 2 * GiB
 
 
-def test_unpriced_models_are_refused():
-    with pytest.raises(UnsupportedModel, match="num_local_experts"):
-        plan_without_device(
-            ModelConfig.from_dict({**dict(LLAMA_8B.raw), "num_local_experts": 8}), card=generic_card(80 * GiB)
-        )
+def test_experts_are_priced():
+    dense = plan_without_device(LLAMA_8B, card=generic_card(200 * GiB))
+    mixture = ModelConfig.from_dict({**dict(LLAMA_8B.raw), "num_local_experts": 8, "num_experts_per_tok": 2})
+    made = checked(plan_without_device(mixture, card=generic_card(200 * GiB)))
+    feed_forward = 32 * 3 * 4096 * 14336 * 2
+    router = 32 * 8 * 4096 * 2
+    assert made.bytes_of(LineKind.WEIGHTS) - dense.bytes_of(LineKind.WEIGHTS) == 7 * feed_forward + router
 
 
 def test_a_fingerprint_changes_with_what_matters_and_nothing_else():

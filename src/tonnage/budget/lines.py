@@ -111,7 +111,7 @@ def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int], limits:
 def _why_group(group: GroupPrice, price: PoolPrice, num_blocks: int, *, limits: Limits) -> str:
     if group.is_fixed:
         return why_fixed(group, limits)
-    blocks = group.blocks(num_blocks * price.block_tokens)
+    blocks = group.blocks(num_blocks * price.local_tokens)
     held = f"{counted(blocks, 'block')} of {counted(group.group.block_tokens, 'token')}"
     if group.group.window is None:
         return held

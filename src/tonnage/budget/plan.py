@@ -70,7 +70,9 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
         attended_tokens=knobs.attended_tokens.value,
         reserve_worst=knobs.scratch.value == "reserve",
     )
-    price = PoolPrice.of(inputs.layout, charged, limits=limits, page_bytes=inputs.page_bytes)
+    price = PoolPrice.of(
+        inputs.layout, charged, limits=limits, page_bytes=inputs.page_bytes, cp=inputs.measured.rank.cp
+    )
     page_losses = _page_losses(charged, inputs.page_bytes)
     budget = _budget(inputs, fixed=charged.fixed_bytes + sum(page_losses.values()) + price.fixed_bytes)
     sequence_blocks = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
@@ -203,6 +205,7 @@ def _bar(
 def _attended_cap(charged: Charges, price: PoolPrice, num_blocks: int, *, ranks_attended: int | None) -> int | None:
     """Tokens one step may attend to so that every growing scratch holds, on every rank; None where nothing grows."""
     granted = price.granted_bytes(num_blocks)
-    caps = [have // rated.bytes_per_token for have, rated in zip(granted, charged.rated, strict=True)]
+    cp = price.block_tokens // price.local_tokens
+    caps = [have // rated.bytes_per_token * cp for have, rated in zip(granted, charged.rated, strict=True)]
     caps += [cap for cap in (charged.paid_tokens, ranks_attended) if cap is not None]
     return min(caps, default=None)

@@ -77,33 +77,38 @@ class PoolPrice:
     """What N units cost: the blocks of every group, their bookkeeping, the scratch that grows with the tokens, pages.
 
     A unit is ``block_tokens`` tokens, one block of the group that grows without bound (for a model that has none, of
-    the group that grows longest). ``demands`` are scratch, per unit. The pool and the growing scratch are arenas,
-    committed in pages of ``page_bytes``. ``most_units`` hold every sequence at its full length at once.
+    the group that grows longest). Under context parallelism every cp-th block of a sequence lies on this rank, so one
+    block here stands for ``cp`` of them: ``local_tokens`` are here. ``demands`` are scratch, per unit. The pool and
+    the growing scratch are arenas, committed in pages of ``page_bytes``. ``most_units`` hold every sequence at its
+    full length at once.
     """
 
     groups: tuple[GroupPrice, ...]
     slab_bytes: int
     block_tokens: int
+    local_tokens: int
     table_bytes: int
     demands: tuple[Demand, ...]
     page_bytes: int
     most_units: int
 
     @classmethod
-    def of(cls, layout: KVLayout, charges: Charges, *, limits: Limits, page_bytes: int) -> PoolPrice:
+    def of(cls, layout: KVLayout, charges: Charges, *, limits: Limits, page_bytes: int, cp: int = 1) -> PoolPrice:
         """The price list for one layout at the limits."""
         groups = tuple(GroupPrice.of(group, limits) for group in layout.groups)
-        block_tokens = _unit_tokens(groups)
+        local_tokens = _unit_tokens(groups)
+        block_tokens = local_tokens * cp
         return cls(
             groups=groups,
             slab_bytes=layout.slab_bytes,
             block_tokens=block_tokens,
+            local_tokens=local_tokens,
             table_bytes=sum(each for _, each in charges.per_block),
             demands=tuple(
                 Demand(
                     name=rated.claim.name,
-                    rate_bytes=rated.bytes_per_token * block_tokens,
-                    ceiling_bytes=rated.bytes_per_token * rated.most_tokens,
+                    rate_bytes=rated.bytes_per_token * local_tokens,
+                    ceiling_bytes=rated.bytes_per_token * ceil_div(rated.most_tokens, cp),
                 )
                 for rated in charges.rated
             ),
@@ -133,7 +138,7 @@ class PoolPrice:
 
     def num_slabs(self, units: int) -> int:
         """Slabs of a pool for so many units, the fixed ones included."""
-        tokens = units * self.block_tokens
+        tokens = units * self.local_tokens
         return sum(group.blocks(tokens) for group in self.groups)
 
     def kv_bytes(self, units: int) -> int:
@@ -141,7 +146,7 @@ class PoolPrice:
 
     def group_bytes(self, group: GroupPrice, units: int) -> int:
         """Bytes in use in the blocks of one group."""
-        return group.blocks(units * self.block_tokens) * group.group.block_bytes
+        return group.blocks(units * self.local_tokens) * group.group.block_bytes
 
     def padding_bytes(self, units: int) -> int:
         """What the slabs have beyond the blocks that lie in them."""
@@ -202,7 +207,7 @@ class PoolPrice:
         return (*self.demands, *windows)
 
     def _unit_bytes(self, group: GroupPrice) -> int:
-        return self.block_bytes * self.block_tokens // group.group.block_tokens
+        return self.block_bytes * self.local_tokens // group.group.block_tokens
 
 
 def _unit_tokens(groups: Sequence[GroupPrice]) -> int:

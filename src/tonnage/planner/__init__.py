@@ -10,17 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tonnage.config import Knobs, LimitKnobs
-from tonnage.costs.config import ModelConfig, refuse_unsupported
+from tonnage.costs.checkpoint import Checkpoint
+from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 from tonnage.costs.models import find_config
-from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
 from tonnage.planner.claims import claims_for, unlisted
 from tonnage.planner.knobs import check_knobs, refuse_planned_only
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.question import Question, answer, listed_claims
+from tonnage.planner.ranks import distinct_ranks, plan_stages
 from tonnage.planner.remedies import with_remedies
+from tonnage.planner.weights import weights_of
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
 
 __all__ = [
@@ -43,15 +45,54 @@ def plan_without_device(
     rank: Rank | None = None,
     dtype: str | None = None,
     backend: str = "sdpa",
+    checkpoint: Checkpoint | None = None,
 ) -> MemoryPlan:
     """The plan of one rank from config.json and the catalogue alone; ``dtype`` of the weights, default the model's.
 
-    Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each planned.
+    ``checkpoint`` is what the headers of the model's files say, where they are at hand. Raises ``UnsupportedModel``,
+    ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each planned.
     """
-    question = _question(
-        config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=rank, dtype=dtype, backend=backend
+    return _answer(
+        _question(
+            config,
+            card=card,
+            knobs=knobs,
+            limit_knobs=limit_knobs,
+            rank=rank,
+            dtype=dtype,
+            backend=backend,
+            checkpoint=checkpoint,
+        )
     )
-    return _answer(question)
+
+
+def plan_ranks(
+    config: ModelConfig,
+    *,
+    card: Card,
+    knobs: Knobs | None = None,
+    limit_knobs: LimitKnobs | None = None,
+    rank: Rank,
+    dtype: str | None = None,
+    backend: str = "sdpa",
+    checkpoint: Checkpoint | None = None,
+) -> tuple[MemoryPlan, ...]:
+    """One plan for each pipeline stage of ``rank``'s engine, all with the tokens of the smallest; its index is not
+    looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
+    questions = [
+        _question(
+            config,
+            card=card,
+            knobs=knobs,
+            limit_knobs=limit_knobs,
+            rank=each,
+            dtype=dtype,
+            backend=backend,
+            checkpoint=checkpoint,
+        )
+        for each in distinct_ranks(rank)
+    ]
+    return plan_stages(questions, _answer)
 
 
 def plan_measured(
@@ -114,20 +155,22 @@ def _question(
     rank: Rank | None,
     dtype: str | None,
     backend: str,
+    checkpoint: Checkpoint | None = None,
 ) -> Question:
-    refuse_unsupported(config)
     element = parse_dtype(dtype or config.dtype, knob="dtype", allowed=WEIGHT_DTYPES)
-    rank = rank or Rank()
+    rank, limit_knobs = rank or Rank(), limit_knobs or LimitKnobs()
     return Question(
         config=config,
         card=card,
         knobs=knobs or Knobs(),
-        limit_knobs=limit_knobs or LimitKnobs(),
+        limit_knobs=limit_knobs,
         rank=rank,
         dtype=element,
         backend=backend,
         page_bytes=card.page_bytes,
-        weights=weights_layout(config, dtype=element, rank=rank).quantity(),
+        weights=weights_of(
+            config, dtype=element, rank=rank, checkpoint=checkpoint, drafts=bool(limit_knobs.max_draft_tokens.value)
+        ),
     )
 
 

@@ -70,7 +70,7 @@ def resolve_limits(
 def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int) -> dict[str, Any]:
     """What requests may ask for beyond plain text. An encoder that nobody mentions may run in any step."""
     has_encoder = bool(config.towers) or any(
-        isinstance(layer.mixer, Attention) and layer.mixer.is_cross for layer in config.layers
+        isinstance(mixer, Attention) and mixer.is_cross for layer in config.layers for mixer in layer.mixers
     )
     for name in ("max_encoder_tokens", "encoder_cache_bytes"):
         if getattr(asked, name).or_else(0) and not has_encoder:

@@ -98,7 +98,14 @@ def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
         disabled_claims=knobs.disabled_claims,
         graphs=knobs.graphs,
     )
-    layout = kv_layout(config, kv_dtype=question.kv_dtype, block_tokens=question.block_tokens, rank=question.rank)
+    layout = kv_layout(
+        config,
+        kv_dtype=question.kv_dtype,
+        state_dtype=knobs.state_dtype.value,
+        block_tokens=question.block_tokens,
+        rank=question.rank,
+        with_mtp=limits.max_draft_tokens > 0,
+    )
     claims = (*listed_claims(question, limits), *question.extra_claims)
     return plan(
         PlanInputs(
@@ -126,10 +133,12 @@ def listed_claims(question: Question, limits: Limits) -> tuple[Claim, ...]:
         question.config,
         limits,
         backend=question.backend,
+        dtype=question.dtype,
         kv_dtype=question.kv_dtype,
         block_tokens=question.block_tokens,
         rank=question.rank,
         device_kind=question.card.kind,
+        chip=question.card.chip,
     )
 
 

@@ -1,0 +1,147 @@
+"""Options of the verbs that only plan: what requests may ask for, how the model is spread over ranks, which policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tonnage.cli.options import PoolOptions, Text, option, read_count, setting
+from tonnage.config import Knobs, LimitKnobs, Setting
+from tonnage.errors import InvalidSetting
+from tonnage.units import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from tonnage.terms import Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureOptions:
+    """What requests may ask for, and how memory for it is set aside."""
+
+    attention: Annotated[
+        Text, option("--attention", "NAME", "Attention backend whose scratch is planned (default sdpa).")
+    ] = None
+    state_dtype: Annotated[Text, option("--state-dtype", "NAME", "Dtype of recurrent states.")] = None
+    graphs: Annotated[
+        Text, option("--graphs", "SIZES", "Batch sizes with a CUDA graph: none, default, or 1,2,4,8.")
+    ] = None
+    scratch: Annotated[
+        Text, option("--scratch", "POLICY", "Scratch that grows with attended tokens: cap (default) or reserve.")
+    ] = None
+    attended_tokens: Annotated[
+        Text, option("--attended-tokens", "N", "Most tokens one step may attend to (default: all sequences, full).")
+    ] = None
+    host_kv_bytes: Annotated[Text, option("--host-kv-bytes", "SIZE", "Host memory for the cache of who waits.")] = None
+    max_draft_tokens: Annotated[Text, option("--max-draft-tokens", "N", "Tokens drafted ahead (default 0).")] = None
+    max_adapters: Annotated[Text, option("--max-adapters", "N", "Low-rank adapters resident at once (default 0).")] = (
+        None
+    )
+    max_adapter_rank: Annotated[Text, option("--max-adapter-rank", "N", "Rank of the largest (default 16).")] = None
+    max_encoder_tokens: Annotated[
+        Text, option("--max-encoder-tokens", "N", "Tokens an encoder computes at once (default: max_num_tokens).")
+    ] = None
+    encoder_cache_bytes: Annotated[
+        Text, option("--encoder-cache-bytes", "SIZE", "Cache of encoder outputs (default 128MiB).")
+    ] = None
+    prompt_logprobs: Annotated[
+        bool, typer.Option("--prompt-logprobs", help="Requests may ask for log-probabilities of their prompt.")
+    ] = False
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="CLAIM", help="Switch a claim off by name; may be repeated."),
+    ] = None
+
+    def knobs(self, pool: PoolOptions) -> Knobs:
+        """The pool's knobs and these. Raises ``InvalidSetting`` for the first text that cannot be read."""
+        from tonnage.costs.dtypes import parse_dtype
+
+        return replace(
+            pool.knobs(),
+            state_dtype=setting(self.state_dtype, "--state-dtype", parse_dtype),
+            graphs=_as_typed(self.graphs, "--graphs"),
+            scratch=_as_typed(self.scratch, "--scratch"),
+            attended_tokens=setting(self.attended_tokens, "--attended-tokens", parse_count),
+            host_kv_bytes=setting(self.host_kv_bytes, "--host-kv-bytes", parse_bytes),
+            disabled_claims=frozenset(self.without or ()),
+        )
+
+    def limits(self, pool: PoolOptions) -> LimitKnobs:
+        """The pool's limits and these. Raises ``InvalidSetting`` as ``knobs`` does."""
+
+        def count(text: Text, flag: str) -> Setting[int]:
+            return setting(text, flag, parse_count, allow_zero=True)
+
+        asked = self.prompt_logprobs
+        return replace(
+            pool.limits(),
+            max_draft_tokens=count(self.max_draft_tokens, "--max-draft-tokens"),
+            max_adapters=count(self.max_adapters, "--max-adapters"),
+            max_adapter_rank=setting(self.max_adapter_rank, "--max-adapter-rank", parse_count),
+            max_encoder_tokens=setting(self.max_encoder_tokens, "--max-encoder-tokens", parse_count),
+            encoder_cache_bytes=setting(
+                self.encoder_cache_bytes, "--encoder-cache-bytes", parse_bytes, allow_zero=True
+            ),
+            prompt_logprobs=Setting.flag(asked, "yes", "--prompt-logprobs") if asked else Setting(),
+        )
+
+    @property
+    def backend(self) -> str:
+        return (self.attention or "sdpa").strip().lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """How the model is spread over devices, and which of them is looked at."""
+
+    tp: Annotated[Text, option("--tp", "N", "Tensor-parallel ranks (default 1).")] = None
+    pp: Annotated[Text, option("--pp", "N", "Pipeline stages (default 1).")] = None
+    cp: Annotated[Text, option("--cp", "N", "Context-parallel ranks (default 1).")] = None
+    ep: Annotated[Text, option("--ep", "N", "Expert-parallel ranks (default 1).")] = None
+    attention_dp: Annotated[
+        bool, typer.Option("--attention-dp", help="Attention runs data-parallel on the tensor-parallel ranks.")
+    ] = False
+    stage_layers: Annotated[
+        Text, option("--stage-layers", "N,N,...", "Layers of each pipeline stage (default: an even split).")
+    ] = None
+    stage: Annotated[
+        Text, option("--stage", "N", "Pipeline stage to show, from 0 (default: the one with the smallest pool).")
+    ] = None
+
+    def rank(self) -> Rank:
+        """The first rank of such an engine. Raises ``InvalidSetting``."""
+        from tonnage.terms import Rank
+
+        tp, pp, cp, ep = (
+            read_count(text, flag, 1)
+            for text, flag in ((self.tp, "--tp"), (self.pp, "--pp"), (self.cp, "--cp"), (self.ep, "--ep"))
+        )
+        return Rank(
+            size=tp * pp * cp,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=ep,
+            attention_dp=self.attention_dp,
+            partition=_counts(self.stage_layers, "--stage-layers"),
+        )
+
+    def shown_stage(self, num_stages: int) -> int | None:
+        """The stage asked for, None for the smallest. Raises ``InvalidSetting`` for one that there is not."""
+        if self.stage is None:
+            return None
+        stage = read_count(self.stage, "--stage", 0, allow_zero=True)
+        if stage >= num_stages:
+            raise InvalidSetting(
+                "--stage", stage, f"stages are numbered from 0 to {num_stages - 1}", remedy="leave --stage out"
+            )
+        return stage
+
+
+def _as_typed(text: Text, flag: str) -> Setting[str]:
+    return Setting() if text is None else Setting.flag(text.strip().lower(), text, flag)
+
+
+def _counts(text: Text, flag: str) -> tuple[int, ...]:
+    return () if text is None else tuple(parse_count(part, knob=flag) for part in text.split(","))

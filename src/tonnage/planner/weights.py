@@ -1,0 +1,23 @@
+"""Which way to know a model's weights a plan uses: the engine's own arena where there is one, else their price."""
+
+from __future__ import annotations
+
+from tonnage.costs.checkpoint import Checkpoint
+from tonnage.costs.config import ModelConfig
+from tonnage.costs.families import FAMILIES
+from tonnage.costs.price import weights_price
+from tonnage.costs.weights import weights_layout
+from tonnage.terms import Quantity, Rank
+
+
+def weights_of(
+    config: ModelConfig, *, dtype: str, rank: Rank, checkpoint: Checkpoint | None = None, drafts: bool = False
+) -> Quantity:
+    """Bytes of one rank's weights. A dense model that the engine lays out itself costs its arena, tensor by tensor.
+
+    ``drafts``: layers for multi-token prediction are loaded too, where the model has them.
+    """
+    if not config.unsupported and config.model_type in FAMILIES:
+        return weights_layout(config, dtype=dtype, rank=rank).quantity()
+    with_mtp = drafts and bool(config.mtp_layers)
+    return weights_price(config, dtype=dtype, rank=rank, checkpoint=checkpoint, with_mtp=with_mtp).quantity
