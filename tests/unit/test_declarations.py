@@ -63,9 +63,15 @@ SHAPES = st.builds(
     captured=st.booleans(),
 )
 ATTENTION = st.sampled_from(
-    [LLAMA, replace(LLAMA, num_heads=8, row_tokens=4), replace(LLAMA, num_kv_heads=1, head_dim=256, v_head_dim=256),
-     LATENT, replace(LATENT, kv_dtype="nvfp4", algorithm="dsa"), replace(LATENT, algorithm="deepseek_v4", has_short_mha=True)]
-)  # fmt: skip
+    [
+        LLAMA,
+        replace(LLAMA, num_heads=8, row_tokens=4),
+        replace(LLAMA, num_kv_heads=1, head_dim=256, v_head_dim=256),
+        LATENT,
+        replace(LATENT, kv_dtype="nvfp4", algorithm="dsa"),
+        replace(LATENT, algorithm="deepseek_v4", has_short_mha=True),
+    ]
+)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
