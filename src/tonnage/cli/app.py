@@ -17,6 +17,7 @@ import typer
 
 from tonnage import __version__
 from tonnage.cli.bench import bench
+from tonnage.cli.curve import curve
 from tonnage.cli.diff import diff
 from tonnage.cli.plan import plan
 from tonnage.cli.report import report
@@ -25,7 +26,7 @@ from tonnage.cli.soak import soak
 from tonnage.errors import TonnageError
 
 #: Adding a verb is one file, and one line here.
-VERBS = (plan, run, bench, soak, report, diff)
+VERBS = (plan, curve, run, bench, soak, report, diff)
 
 TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
 INTERRUPTED, PIPE_CLOSED = 130, 141
