@@ -153,7 +153,16 @@ class TestFlashInfer:
 
     @pytest.mark.parametrize(
         ("packed", "dim", "tile"),
-        [(4, 128, 16), (16, 128, 16), (17, 128, 64), (64, 64, 64), (65, 128, 128), (65, 256, 64)],
+        [
+            (4, 128, 16),
+            (16, 128, 16),
+            (17, 128, 64),
+            (64, 64, 64),
+            (65, 128, 128),
+            (65, 256, 64),
+            (32, 512, 16),
+            (33, 512, 32),
+        ],
     )
     def test_tiles(self, packed, dim, tile):
         assert tile_rows(packed, dim) == tile

@@ -3,7 +3,8 @@
 Float workspace, only where the past of a row is cut into parts: ``H_q * P * tile * (D + 1) * 4`` bytes, P work items
 of one tile of packed queries each (a packed query is one query of one head; ``q * G`` of them for q tokens).
 
-tile    128 where rows have more than 64 packed queries and D < 256; else 64 above 16 packed queries; else 16
+tile    128 where rows have more than 64 packed queries and D < 256; else 64 above 16 packed queries; else 16.
+        From D = 512 on: 32 above 32 packed queries, else 16
 eager   it cuts only while there are fewer tiles than 2 * SMs / H_kv, so P stays within that number
 graphs  it always cuts, and pads: P = max(2 * SMs / H_kv, ceil(T * G / tile) + B - 1) for T tokens of B rows, where
         the second is the planner's bound on the sum of ceil(q_i * G / tile) over any lengths q_i
@@ -28,6 +29,8 @@ INT_WORKSPACE_BYTES = PINNED_BYTES = 8 * MiB
 
 def tile_rows(num_packed: int, head_dim: int) -> int:
     """Packed queries of one work item, where the rows of a step have ``num_packed`` on average."""
+    if head_dim >= 512:
+        return 32 if num_packed > 32 else 16
     if num_packed > 64 and head_dim < 256:
         return 128
     return 64 if num_packed > 16 else 16
@@ -46,7 +49,7 @@ class FlashInferFloats(Scratch):
     name: str = "float workspace"
     share: str = "attention"
     captured: bool = True
-    source: str = "FlashInfer's scheduler: prefill plan, eager and under CUDA graphs"
+    source: str = "FlashInfer 0.6.14, scheduler.cuh: the prefill plan, eager and under CUDA graphs"
     shape: AttentionShape
 
     def bytes_at(self, shape: StepShape, chip: Chip) -> int:
