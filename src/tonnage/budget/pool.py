@@ -24,7 +24,7 @@ from tonnage.budget.charges import Charges
 from tonnage.budget.search import largest
 from tonnage.budget.split import Demand, split
 from tonnage.config import Limits
-from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence
+from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence, window_blocks
 from tonnage.units import ceil_div, round_up
 
 #: Caps that limit the pool itself; the others limit everything the engine takes.
@@ -69,7 +69,7 @@ def _most_blocks(group: KVGroup, limits: Limits) -> int | None:
         return rows * ceil_div(limits.max_encoder_tokens, block)
     if group.window is None:
         return None
-    return rows * (ceil_div(group.window - 1, block) + 1) + ceil_div(limits.max_num_tokens, block)
+    return rows * window_blocks(group.window, block) + ceil_div(limits.max_num_tokens, block)
 
 
 @dataclass(frozen=True, kw_only=True)

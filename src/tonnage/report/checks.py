@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from tonnage.layout import KVGroupKind
 from tonnage.report.codec import Path, Reader
 from tonnage.terms import Line, MemoryPlan
 
@@ -53,7 +54,9 @@ def _numbers_of_plan(plan: MemoryPlan) -> Iterator[tuple[Path, int]]:
         yield from numbers_in(getattr(plan, name), (name,))
     yield from numbers_in(plan.kv.layout, ("kv", "layout"))
     for place, group in enumerate(plan.kv.layout.groups):
-        yield from numbers_in(group, ("kv", "layout", "groups", place))
+        numbers = numbers_in(group, ("kv", "layout", "groups", place))
+        is_state = group.kind == KVGroupKind.STATE  # a state holds no tokens
+        yield from (found for found in numbers if not (is_state and found[0][-1] == "block_tokens"))
     for place, cap in enumerate(plan.caps):
         yield from numbers_in(cap, ("caps", place))
     yield from _numbers_of_lines(plan.lines, ("lines",))

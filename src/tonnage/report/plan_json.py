@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from tonnage.layout import KVGroup, KVGroupKind
 from tonnage.report import codec
 from tonnage.report.checks import check_plan
 from tonnage.report.flags import equivalent_document
@@ -47,8 +48,13 @@ def plan_document(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def bytes_per_token(kv: KVPool) -> Fraction:
-    """Bytes that one more token costs in the pool: every group's block divided by its tokens."""
-    return sum((Fraction(group.block_bytes, group.block_tokens) for group in kv.layout.groups), Fraction(0))
+    """Bytes that one more token costs in the pool where windows are full: groups that grow with every token."""
+    return sum((Fraction(group.block_bytes, group.block_tokens) for group in _growing(kv)), Fraction(0))
+
+
+def _growing(kv: KVPool) -> list[KVGroup]:
+    kinds = (KVGroupKind.FULL, KVGroupKind.LATENT)
+    return [group for group in kv.layout.groups if group.kind in kinds and group.window is None]
 
 
 def derived(kv: KVPool) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def derived(kv: KVPool) -> dict[str, Any]:
     return {
         "blocks": kv.num_slabs,
         "block_bytes": kv.layout.slab_bytes,
-        "block_tokens": min((group.block_tokens for group in kv.layout.groups), default=0),
+        "block_tokens": min((g.block_tokens for g in _growing(kv) or kv.layout.groups), default=0),
         "bytes_per_token": int(each) if each.denominator == 1 else str(each),
     }
 

@@ -138,10 +138,18 @@ def pool_text(plan: MemoryPlan) -> Text:
 
     kv, each = plan.kv, bytes_per_token(plan.kv)
     per_token = f"{int(each):,}" if each.denominator == 1 else str(each)
-    block_tokens = "/".join(str(group.block_tokens) for group in plan.kv.layout.groups)
     text = Text.assemble(("KV cache  ", "bold"), (plural(kv.tokens, "token"), "bold green"))
-    text.append(f" in {plural(kv.num_slabs, 'block')} of {block_tokens} tokens")
-    text.append(f"\n          {per_token} bytes a token, {format_bytes(kv.layout.slab_bytes)} a block")
+    if len(kv.layout.groups) <= 1:
+        block_tokens = "".join(str(group.block_tokens) for group in kv.layout.groups)
+        text.append(f" in {plural(kv.num_slabs, 'block')} of {block_tokens} tokens")
+        text.append(f"\n          {per_token} bytes a token, {format_bytes(kv.layout.slab_bytes)} a block")
+    else:
+        text.append(f" in {plural(kv.num_slabs, 'slab')} of {format_bytes(kv.layout.slab_bytes)}")
+        text.append(
+            f"\n          {per_token} bytes a token beyond the windows, {len(kv.layout.groups)} groups of layers"
+        )
+    if plan.rank.cp > 1:
+        text.append(f", spread over {plan.rank.cp} ranks of context parallelism")
     text.append("\n          room for ")
     text.append(plural(plan.max_concurrency, "full-length sequence"), "bold")
     text.append(f" of {plan.limits.max_seq_len:,} tokens at once")
