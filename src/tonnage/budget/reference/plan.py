@@ -1,0 +1,171 @@
+"""The reference policy over the inputs of any plan: the same partition, steps and caps, by the reference's rules.
+
+    total - peak - reserves on the peak + temporary pool, x fraction, - indexer, - latent workspace, caps, blocks
+
+The measured quantities stand for its probe: torch's peak is weights and the largest stage, what the device holds beside
+it are context, libraries, graphs, other processes and the probe's own pool. Our knobs about money (``kv_fraction``,
+``total_bytes`` ...) are not looked at; its own are ``ReferenceKnobs``. Blocks are those of the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from tonnage.budget.charges import not_charged
+from tonnage.budget.reference.estimation import Method
+from tonnage.budget.reference.knobs import ReferenceKnobs
+from tonnage.budget.reference.mla import cap_warning
+from tonnage.budget.reference.pages import agreed_cap
+from tonnage.budget.reference.partition import Pool, partition
+from tonnage.budget.reference.pool import quota
+from tonnage.budget.reference.solve import Asked, Solved, solve
+from tonnage.budget.reference.steps import caps_of, steps_of
+from tonnage.budget.reference.tokens import resumable_tokens
+from tonnage.budget.words import counted
+from tonnage.errors import DoesNotFit
+from tonnage.layout import blocks_per_sequence
+from tonnage.terms import HostPlan, KVPool, Measured, MemoryPlan, NotCharged, Quantity, StagePeak
+from tonnage.units import format_bytes
+
+if TYPE_CHECKING:  # the inputs are those of our own policy, which may in turn name this one
+    from tonnage.budget.plan import PlanInputs
+
+
+def reference_plan(
+    inputs: PlanInputs, knobs: ReferenceKnobs, *, backend: str = "TRTLLM", is_chunk_bounded: bool = True
+) -> MemoryPlan:
+    """The plan for one rank as the reference would make it.
+
+    backend           its attention backend; VANILLA is never probed
+    is_chunk_bounded  its answer to whether chunked prefill bounds the scratch of latent attention
+    Raises ``DoesNotFit`` for a negative budget and where not one sequence of max_seq_len fits, where the reference
+    would go on or lower max_seq_len; ``InvalidSetting`` for knobs it refuses.
+    """
+    asked = Asked(inputs=inputs, knobs=knobs, backend=backend, is_chunk_bounded=is_chunk_bounded)
+    solved = solve(asked, inputs.measured)
+    price, limits, caps = solved.price, inputs.limits, caps_of(asked, solved)
+    sequence = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
+    if solved.units < sequence:
+        _refuse(inputs, solved, sequence)
+    lines, missing_bytes = partition(
+        inputs.measured,
+        solved.base,
+        solved.sides,
+        Pool(
+            price=price,
+            units=solved.units,
+            bar=_bar(asked),
+            workspace_bytes=solved.workspace_bytes,
+            left_bytes=solved.derived.after_workspace_bytes - solved.pool_bytes,
+            left_by=next((cap.name for cap in caps if cap.binding and cap.name != "budget"), ""),
+        ),
+        is_profiled=solved.how.method == Method.PROBE,
+    )
+    attended_cap = agreed_cap([solved.derived.workspace.cap_tokens, inputs.ranks_attended])
+    warnings = _warnings(asked, solved, missing_bytes=missing_bytes, attended_cap=attended_cap)
+    tokens = solved.units * price.block_tokens
+    return MemoryPlan(
+        rank=inputs.measured.rank,
+        device_name=inputs.device_name,
+        device_bytes=inputs.measured.device_bytes,
+        model_name=inputs.model_name,
+        lines=lines,
+        steps=steps_of(asked, solved),
+        caps=caps,
+        kv=KVPool(
+            layout=inputs.layout,
+            num_slabs=price.num_slabs(solved.units),
+            bytes=solved.pool_bytes,
+            tokens=tokens,
+            guaranteed_tokens=tokens,
+            reachable_tokens=tokens,
+        ),
+        host=HostPlan(kv_bytes=knobs.host_cache_bytes or 0, disk_bytes=knobs.disk_cache_bytes or 0),
+        attended_cap=attended_cap,
+        max_concurrency=solved.units // sequence,
+        knobs=inputs.knobs,
+        limits=limits,
+        limit_knobs=inputs.limit_knobs,
+        fingerprint=inputs.fingerprint,
+        warnings=(*inputs.warnings, *warnings),
+        not_charged=_not_charged(inputs, solved),
+    )
+
+
+def _refuse(inputs: PlanInputs, solved: Solved, sequence_blocks: int) -> NoReturn:
+    """The reference would lower max_seq_len in silence, down to nothing."""
+    price = solved.price
+    need, tokens = price.kv_bytes(sequence_blocks), solved.units * price.block_tokens
+    raise DoesNotFit(
+        f"{inputs.model_name}: under the reference policy the KV pool would hold {counted(tokens, 'token')}, less than "
+        f"one sequence of max_seq_len = {inputs.limits.max_seq_len:,}",
+        need_bytes=need,
+        have_bytes=solved.pool_bytes,
+        need=f"{format_bytes(need)} of KV ({need:,} bytes) for {counted(sequence_blocks, 'block')}",
+        have=f"{format_bytes(solved.pool_bytes)} of KV ({solved.pool_bytes:,} bytes)",
+    )
+
+
+def _bar(asked: Asked) -> tuple[int, int]:
+    """KV bytes with everything measured at its high, and at its low; 0 where that leaves no budget at all."""
+
+    def at(pick: str) -> int:
+        try:
+            return solve(asked, _shifted(asked.inputs.measured, pick)).pool_bytes
+        except DoesNotFit:
+            return 0
+
+    return at("high"), at("low")
+
+
+def _shifted(measured: Measured, pick: str) -> Measured:
+    """The same measurements with every quantity at its low or high."""
+
+    def shift(quantity: Quantity) -> Quantity:
+        return replace(quantity, bytes=getattr(quantity, pick))
+
+    def stage(peak: StagePeak) -> StagePeak:
+        return replace(peak, allocated=shift(peak.allocated), reserved=shift(peak.reserved))
+
+    return replace(
+        measured,
+        weights=shift(measured.weights),
+        context=shift(measured.context),
+        libraries=shift(measured.libraries),
+        graphs=shift(measured.graphs) if measured.graphs else None,
+        foreign_bytes=shift(measured.foreign_bytes),
+        stages=tuple(stage(peak) for peak in measured.stages),
+    )
+
+
+def _warnings(asked: Asked, solved: Solved, *, missing_bytes: int, attended_cap: int | None) -> list[str]:
+    knobs, found = asked.knobs, []
+    if solved.how.method != Method.PROBE:
+        found.append(f"the reference does not probe here: {solved.how.because}")
+    if missing_bytes:
+        found.append(
+            f"the slack is {format_bytes(missing_bytes)} short of what is claimed beside the pool; the reference would "
+            "start, and fail when that memory is first asked for"
+        )
+    if capped := cap_warning(attended_cap, max_seq_len=asked.inputs.limits.max_seq_len):
+        found.append(capped)
+    if knobs.max_gpu_total_bytes and not solved.obeys_byte_cap:
+        found.append("max_gpu_total_bytes does not limit uniform pools of the block manager; max_tokens does")
+    if knobs.manager == "V2":
+        resumed = resumable_tokens(
+            quota(asked.inputs.layout, asked.inputs.limits),
+            solved.found.pool_bytes,
+            resume_fraction=knobs.max_util_for_resume,
+        )
+        found.append(f"resumed requests may fill {resumed:,} tokens, {knobs.max_util_for_resume} of the quota")
+    return found
+
+
+def _not_charged(inputs: PlanInputs, solved: Solved) -> tuple[NotCharged, ...]:
+    """Claims that do not apply, and scratch for attended tokens that the reference knows nothing of."""
+    why = "the reference sets nothing aside for it beforehand"
+    unknown = [replace(claim, applies=False, because=why) for claim in solved.sides.unpriced]
+    return not_charged(
+        (*inputs.claims, *unknown), disabled=inputs.knobs.disabled_claims, limits=inputs.limits, chip=inputs.chip
+    )
