@@ -17,12 +17,13 @@ from test_budget_curve import GROUPS, Gather, claim, group, inputs
 
 from tonnage.budget.curve import CURRENT, Curve, attended_curve, curve
 from tonnage.config import Knobs, LimitKnobs, Setting
-from tonnage.hardware import card_for
+from tonnage.hardware import Card, card_for
 from tonnage.layout import KVGroupKind
 from tonnage.planner import find_config, plan_without_device
 from tonnage.planner.curve import curve_without_device, one_more_gib
 from tonnage.report.curve_draw import BLOCKS, HEIGHT, PLAIN, Area, Picture, area_at, draw
 from tonnage.report.curve_table import crossing_told, curve_text, show_curve, stack_picture
+from tonnage.terms import MemoryPlan
 from tonnage.units import GiB
 
 Program = Callable[..., Ended]
@@ -179,7 +180,11 @@ def test_one_more_gib_of_what_binds(asked: dict[str, Any], what: str | None) -> 
     knobs = Knobs(**{name: Setting.flag(value, value, "test") for name, value in values.items()})
     config, card = find_config(str(LLAMA)), card_for(None, 80 * GiB)
     made = plan_without_device(config, card=card, knobs=knobs)
-    more = one_more_gib(made, config, card=card, knobs=knobs, limit_knobs=LimitKnobs())
+
+    def plan_on(knobs: Knobs, limits: LimitKnobs, card: Card) -> MemoryPlan:
+        return plan_without_device(config, card=card, knobs=knobs, limit_knobs=limits)
+
+    more = one_more_gib(made, card=card, plan_on=plan_on)
     assert (more and more.what) == what
     if more is not None:
         whole = GiB // 131_072

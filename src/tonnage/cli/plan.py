@@ -22,6 +22,8 @@ Output = Annotated[
     str | None, typer.Option("--output", metavar="FILE", help="Also keep the plan as JSON.", show_default=False)
 ]
 
+Explain = Annotated[bool, typer.Option("--explain", help="Say in sentences how the number came about.")]
+
 
 @grouped
 def plan(
@@ -32,6 +34,7 @@ def plan(
     pool: opt.PoolOptions,
     like: opt.LikeOptions,
     as_json: opt.AsJson = False,
+    explain: Explain = False,
     output: Output = None,
     force: opt.Force = False,
 ) -> None:
@@ -39,6 +42,8 @@ def plan(
 
     MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage plan ./llama-3.1-8b --device H100
     """
+    if explain and as_json:
+        raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")
     knobs, limits = pool.knobs(), pool.limits()
     card, weights_dtype = card_of(device, memory), pool.weights_dtype()
 
@@ -49,7 +54,7 @@ def plan(
         check_writable(output, force=force, flag="--output")
     config = find_config(model)
 
-    def plan_with(knobs: Knobs, limits: LimitKnobs) -> MemoryPlan:
+    def plan_with(knobs: Knobs, limits: LimitKnobs, card: Card = card) -> MemoryPlan:
         return plan_without_device(config, card=card, knobs=knobs, limit_knobs=limits, dtype=weights_dtype)
 
     made = plan_like(like.like, knobs, limits, plan_with)
@@ -62,7 +67,20 @@ def plan(
     from tonnage.report.draw import console_for
     from tonnage.report.table import show_plan
 
+    if explain:
+        show_reasons(made, card, plan_with)
+        return
     show_plan(made, console_for(sys.stdout))
+
+
+def show_reasons(made: MemoryPlan, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]) -> None:
+    """The path of the number, with what one GiB more would give."""
+    from tonnage.planner.curve import one_more_gib
+    from tonnage.report.draw import console_for
+    from tonnage.report.explain import show_explanation
+
+    found = one_more_gib(made, card=card, plan_on=plan_on)
+    show_explanation(made, console_for(sys.stdout), more=None if found is None else (found.what, found.plan))
 
 
 def plan_like(

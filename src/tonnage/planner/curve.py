@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,32 +81,26 @@ def inputs_of(question: Question, made: MemoryPlan) -> PlanInputs:
 
 
 def one_more_gib(
-    made: MemoryPlan,
-    config: ModelConfig,
-    *,
-    card: Card,
-    knobs: Knobs,
-    limit_knobs: LimitKnobs,
-    dtype: str | None = None,
-    backend: str = "sdpa",
+    made: MemoryPlan, *, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]
 ) -> OneMore | None:
-    """``made`` planned again at the same limits with a GiB more of what binds; None where no memory would help."""
+    """``made`` planned again at the same limits with a GiB more of what binds; None where no memory would help.
+
+    ``plan_on`` plans the same model with other knobs and limits, on another card.
+    """
     binding = next(cap.name for cap in made.caps if cap.binding)
-    if binding in DEVICE_CAPS:
-        what, card = "the device", card.with_total(card.total_bytes + GiB)
-    elif binding in RAISED_CAPS:
+    knobs, what = made.knobs, "the device"
+    if binding in RAISED_CAPS:
         what, setting = binding, getattr(knobs, binding)
-        more: dict[str, Any] = {binding: replace(setting, value=setting.value + GiB)}
-        knobs = replace(knobs, **more)
+        raised: dict[str, Any] = {binding: replace(setting, value=setting.value + GiB)}
+        knobs = replace(knobs, **raised)
+    elif binding in DEVICE_CAPS:
+        card = card.with_total(card.total_bytes + GiB)
     else:
         return None
     names = ("max_seq_len", "max_batch_size", "max_num_tokens")
     pinned: dict[str, Any] = {name: Setting(getattr(made.limits, name), None, Origin.FIT, None) for name in names}
-    limit_knobs = replace(limit_knobs, **pinned)
     try:
-        again = plan_without_device(
-            config, card=card, knobs=knobs, limit_knobs=limit_knobs, dtype=dtype, backend=backend
-        )
+        again = plan_on(knobs, replace(made.limit_knobs, **pinned), card)
     except UserError:
         return None
     return OneMore(what=what, plan=again)
