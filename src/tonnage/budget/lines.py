@@ -2,78 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tonnage.budget.charges import Charges, claim_line, quantity_line
-from tonnage.budget.money import Budget
 from tonnage.budget.pool import GroupPrice, PoolPrice
+from tonnage.budget.solve import Solved
 from tonnage.budget.words import counted, why_fixed, why_keep_free
 from tonnage.config import Limits, Setting
-from tonnage.terms import Cap, Line, LineKind, Maker, Measured, Quantity, Source
+from tonnage.terms import Line, LineKind, Maker, Quantity, Source
 from tonnage.units import format_bytes
 
 
-def partition(
-    budget: Budget,
-    charged: Charges,
-    price: PoolPrice,
-    *,
-    num_blocks: int,
-    bar: tuple[int, int],
-    page_losses: dict[str, int],
-    caps: Sequence[Cap],
-    measured: Measured,
-    keep_free: Setting[int],
-    limits: Limits,
-) -> tuple[Line, ...]:
-    """Top-level lines, each >= 0, summing to ``budget.device``."""
-    kv = _kv_line(price, num_blocks=num_blocks, bar=bar, limits=limits)
-    losses = {**page_losses, "kv": price.kv_page_loss(num_blocks)}
+def partition(solved: Solved, *, bar: tuple[int, int]) -> tuple[Line, ...]:
+    """Top-level lines, each >= 0, summing to the device; ``bar`` is the pool's low and high in bytes."""
+    charged, price, num_blocks = solved.charged, solved.price, solved.num_blocks
+    losses = {**solved.page_losses, "kv": price.kv_page_loss(num_blocks)}
     if price.demands:
         losses["growing scratch"] = price.scratch_page_loss(num_blocks)
     lines = (
         charged.line(LineKind.WEIGHTS),
-        kv,
+        _kv_line(price, num_blocks=num_blocks, bar=bar, limits=solved.inputs.limits),
         _with_growing_scratch(charged, price, num_blocks),
         charged.line(LineKind.TRANSIENT),
         charged.line(LineKind.GRAPHS),
         charged.line(LineKind.CONTEXT),
         charged.line(LineKind.LIBRARIES),
-        _with_block_tables(charged, num_blocks),
+        _with_block_tables(charged, price.num_slabs(num_blocks)),
         quantity_line(
             "foreign",
-            measured.foreign_bytes,
+            solved.inputs.measured.foreign_bytes,
             kind=LineKind.FOREIGN,
             maker=Maker.FOREIGN,
             reason="other processes on the device",
         ),
-        _keep_free_line(budget.keep_free, keep_free),
+        _keep_free_line(solved.budget.keep_free, solved.inputs.knobs.keep_free_bytes),
         _page_rounding(losses, price.page_bytes),
         *_padding(price, num_blocks),
         charged.fragmentation,
-        *_left_over(budget, price, num_blocks=num_blocks, caps=caps),
+        *_left_over(solved),
         _exact("unattributed", LineKind.UNATTRIBUTED, 0, Source.DERIVED, "a plan explains every byte; a run may not"),
     )
     total = sum(line.bytes for line in lines)
-    assert total == budget.device, f"lines sum to {total}, the device has {budget.device}"
+    assert total == solved.budget.device, f"lines sum to {total}, the device has {solved.budget.device}"
     assert all(line.bytes >= 0 for line in lines), "a line is negative"
     return lines
 
 
-def _left_over(budget: Budget, price: PoolPrice, *, num_blocks: int, caps: Sequence[Cap]) -> list[Line]:
+def _left_over(solved: Solved) -> list[Line]:
     """What the pool does not take of the budget, by who leaves it. Only the block rounding may be 0."""
+    budget, price, num_blocks = solved.budget, solved.price, solved.num_blocks
     affordable = price.blocks_within(budget.pool)
-    binding = next(cap for cap in caps if cap.binding)
     rounding = budget.pool - price.total_bytes(affordable)
     leaves = {"total_bytes": budget.room - budget.cap, "kv_fraction": budget.rest - budget.pool}
     if num_blocks < affordable:
-        leaves[binding.name] = price.total_bytes(affordable) - price.total_bytes(num_blocks)
+        leaves[solved.binding.name] = price.total_bytes(affordable) - price.total_bytes(num_blocks)
     block = f"less than one block of {format_bytes(price.block_bytes)} in whole pages"
     lines = [_exact("part of a block", LineKind.ROUNDING, rounding, Source.DERIVED, block)]
-    settings = {cap.name: cap.setting for cap in caps}
+    caps = {cap.name: cap for cap in solved.caps}
     for name, left in leaves.items():
         if left:
-            reason = f"not used: {settings.get(name, name)}"
+            reason = f"not used: {caps[name].setting}" if name in caps else f"not used: {name}"
             lines.append(_exact(f"left by {name}", LineKind.SLACK, left, Source.DERIVED, reason))
     return lines
 
@@ -135,9 +121,9 @@ def _with_growing_scratch(charged: Charges, price: PoolPrice, num_blocks: int) -
     return _grown(line, children)
 
 
-def _with_block_tables(charged: Charges, num_blocks: int) -> Line:
+def _with_block_tables(charged: Charges, num_slabs: int) -> Line:
     line = charged.line(LineKind.TABLES)
-    children = [claim_line(claim, num_bytes=each * num_blocks) for claim, each in charged.per_block]
+    children = [claim_line(claim, num_bytes=each * num_slabs) for claim, each in charged.per_block]
     return _grown(line, children)
 
 

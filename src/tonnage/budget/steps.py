@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from tonnage.budget.charges import Charges
-from tonnage.budget.money import Budget
-from tonnage.budget.pool import PoolPrice
+from tonnage.budget.solve import Solved
 from tonnage.budget.words import counted, why_fixed, why_fraction, why_keep_free, why_pages
-from tonnage.config import Knobs, Limits
-from tonnage.terms import Cap, Step
+from tonnage.terms import Step
 from tonnage.units import format_bytes
 
 
@@ -31,48 +26,39 @@ class _Derivation:
         self.now = after
 
 
-def derivation(
-    budget: Budget,
-    charged: Charges,
-    price: PoolPrice,
-    *,
-    caps: Sequence[Cap],
-    num_blocks: int,
-    page_losses: dict[str, int],
-    knobs: Knobs,
-    limits: Limits,
-) -> tuple[Step, ...]:
+def derivation(solved: Solved) -> tuple[Step, ...]:
     """``before op operand = after`` in every row; bytes until the row named blocks, tokens from there."""
+    budget, price, inputs = solved.budget, solved.price, solved.inputs
     path = _Derivation(budget.device)
     path.take("foreign", budget.foreign, "other processes hold it, and this engine cannot take it from them")
-    path.take("keep_free", budget.keep_free, why_keep_free(knobs.keep_free_bytes))
+    path.take("keep_free", budget.keep_free, why_keep_free(inputs.knobs.keep_free_bytes))
     if budget.total_bytes is not None:
         path.at_most("total_bytes", budget.total_bytes, "everything the engine may take, as asked")
-    for line in charged.fixed:
+    for line in solved.charged.fixed:
         if line.bytes:
             path.take(line.name, line.bytes, line.reason)
-    path.take("page rounding", sum(page_losses.values()), why_pages(price.page_bytes))
+    path.take("page rounding", sum(solved.page_losses.values()), why_pages(price.page_bytes))
     for group in price.groups:
         if group.is_fixed:
-            path.take(group.group.name, group.blocks(0) * price.block_bytes, why_fixed(group, limits))
+            path.take(group.group.name, group.blocks(0) * price.block_bytes, why_fixed(group, inputs.limits))
     if budget.fraction < 1:
         path.take("kv_fraction", budget.rest - budget.pool, why_fraction(budget.fraction))
-    return (*path.steps, *_unit_steps(path.now, price, caps=caps, num_blocks=num_blocks))
+    return (*path.steps, *_unit_steps(path.now, solved))
 
 
-def _unit_steps(pool: int, price: PoolPrice, *, caps: Sequence[Cap], num_blocks: int) -> list[Step]:
+def _unit_steps(pool: int, solved: Solved) -> list[Step]:
     """Bytes to whole blocks, counted in tokens; then the cap that allows fewer."""
+    price = solved.price
     affordable = price.blocks_within(pool) * price.block_tokens
     first = price.total_bytes(1) if len(price.groups) > 1 else price.block_bytes
     growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""
     block = f"{counted(price.block_tokens, 'token')}, {format_bytes(first)} each"
-    if len(price.groups) > 1:
-        block += " until windows are full" if any(g.group.window for g in price.groups) else ""
+    if any(group.group.window for group in price.groups) and len(price.groups) > 1:
+        block += " until windows are full"
     each = f"whole blocks of {block}{growing}, in whole pages"
     steps = [Step(name="blocks", op="tokens for", reason=each, before=pool, operand=first, after=affordable)]
-    tokens = num_blocks * price.block_tokens
-    if tokens < affordable:
-        cap = next(cap for cap in caps if cap.binding)
+    if solved.tokens < affordable:
+        cap, tokens = solved.binding, solved.tokens
         reason = f"no more, by {cap.setting}"
         steps.append(
             Step(name=cap.name, op="min tokens", reason=reason, before=affordable, operand=tokens, after=tokens)
