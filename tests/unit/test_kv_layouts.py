@@ -211,7 +211,7 @@ def test_shared_layers_cost_nothing():
     """Five layers, two of which read the caches of layers 1 and 2."""
     raw = {
         **BASE, "model_type": "gemma3n_text", "num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": 64,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
     }  # fmt: skip
     model = ModelConfig.from_dict(raw, name="tiny")
     assert [layer.mixer.kv_from for layer in model.layers] == [None, None, None, 1, 2]
