@@ -141,7 +141,7 @@ def test_an_open_goal_is_the_best_of_everything_given_up() -> None:
 
 
 def test_no_dimensions_and_no_values() -> None:
-    assert least_sacrifice((), lambda values: True) == Fitted(values=(), sacrifices=())
+    assert least_sacrifice((), lambda _: True) == Fitted(values=(), sacrifices=())
     assert (wanted(()), sacrificed(())) == ({}, {})
     with pytest.raises(ValueError, match="at least one value"):
         Dimension(name="rows", values=(), costs="")

@@ -19,6 +19,7 @@ from tonnage import __version__
 from tonnage.cli.bench import bench
 from tonnage.cli.curve import curve
 from tonnage.cli.diff import diff
+from tonnage.cli.fit import fit
 from tonnage.cli.plan import plan
 from tonnage.cli.report import report
 from tonnage.cli.run import run
@@ -26,7 +27,7 @@ from tonnage.cli.soak import soak
 from tonnage.errors import TonnageError
 
 #: Adding a verb is one file, and one line here.
-VERBS = (plan, curve, run, bench, soak, report, diff)
+VERBS = (plan, fit, curve, run, bench, soak, report, diff)
 
 TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
 INTERRUPTED, PIPE_CLOSED = 130, 141

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,6 +11,7 @@ from tonnage.budget.search import largest, smallest
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Origin, Setting
 from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit, UserError
+from tonnage.planner.host_tier import NOT_YET, host_tier
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.question import Question, answer
 from tonnage.units import MiB, TiB, ceil_div, format_bytes
@@ -23,13 +24,30 @@ REPEAT_BYTES = 16 * MiB
 MOST_BYTES = 64 * TiB
 
 
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a remedy must make work: ``works`` says whether a changed question does."""
+
+    question: Question
+    works: Callable[[Question], bool]
+
+    def with_limit(self, name: str, value: int) -> bool:
+        return self.works(_limited(self.question, name, value))
+
+    def with_knob(self, name: str, value: int) -> bool:
+        return self.works(_priced(self.question, name, value))
+
+
+Finder = Callable[[Aim], str | None]
+
+
 def with_remedies(question: Question, refusal: DoesNotFit) -> DoesNotFit:
     """The same refusal with the changes that work, most specific first."""
-    aim = _aim(question)
+    aimed = _aimed(question)
     finders = _REMEDIES if question.limit_knobs.max_seq_len.is_set else _REMEDIES[1:]
-    found = [remedy for find in finders if (remedy := find(aim))]
+    found = found_by(finders, Aim(aimed, plans))
     if found and not question.limit_knobs.max_seq_len.is_set:
-        found[-1] += f" (room for sequences of {aim.limit_knobs.max_seq_len.value:,} tokens)"
+        found[-1] += f" (room for sequences of {aimed.limit_knobs.max_seq_len.value:,} tokens)"
     return DoesNotFit(
         refusal.what,
         need_bytes=refusal.need_bytes,
@@ -37,11 +55,21 @@ def with_remedies(question: Question, refusal: DoesNotFit) -> DoesNotFit:
         remedies=found,
         need=refusal.need,
         have=refusal.have,
-        where="host" if question.card.kind == "host" else "device",
+        where=place_of(question),
     )
 
 
-def _aim(question: Question) -> Question:
+def found_by(finders: tuple[Finder, ...], aim: Aim) -> list[str]:
+    """What the finders come up with, in their order."""
+    return [remedy for find in finders if (remedy := find(aim))]
+
+
+def place_of(question: Question) -> str:
+    """Where memory is short."""
+    return "host" if question.card.kind == "host" else "device"
+
+
+def _aimed(question: Question) -> Question:
     """What a remedy must make work: a max_seq_len worth having where the user named none, and some bytes to spare
     where the next start will measure again."""
     measured = question.measured
@@ -51,9 +79,9 @@ def _aim(question: Question) -> Question:
     if question.limit_knobs.max_seq_len.is_set:
         return question
     tokens = min(USEFUL_TOKENS, question.config.max_position_embeddings)
-    aim = _limited(question, "max_seq_len", tokens)
+    aimed = _limited(question, "max_seq_len", tokens)
     # A short max_seq_len would also lower the default of max_num_tokens, and whoever follows a remedy names neither.
-    return _limited(aim, "max_num_tokens", _in_force(question).max_num_tokens)
+    return _limited(aimed, "max_num_tokens", _in_force(question).max_num_tokens)
 
 
 def plans(question: Question) -> bool:
@@ -79,129 +107,165 @@ def _priced(question: Question, name: str, value: int) -> Question:
     return replace(question, knobs=replace(question.knobs, **changed))
 
 
-def _in_force(aim: Question) -> Limits:
+def _in_force(question: Question) -> Limits:
     """What a limit is lowered from: defaults of the device included."""
-    return resolve_limits(aim.config, aim.limit_knobs, device_kind=aim.card.kind)[0]
+    return resolve_limits(question.config, question.limit_knobs, device_kind=question.card.kind)[0]
 
 
-def _smaller_seq_len(aim: Question) -> str | None:
-    asked = aim.limit_knobs.max_seq_len.or_else(1)
-    found = largest(lambda n: plans(_limited(aim, "max_seq_len", n)), low=1, high=asked - 1)
+def _smaller_seq_len(aim: Aim) -> str | None:
+    asked = aim.question.limit_knobs.max_seq_len.or_else(1)
+    found = largest(lambda n: aim.with_limit("max_seq_len", n), low=1, high=asked - 1)
     return None if found is None else f"lower max_seq_len to {found}"
 
 
-def _smaller_num_tokens(aim: Question) -> str | None:
-    if aim.measured is not None:
+def smaller_num_tokens(aim: Aim) -> str | None:
+    """A smaller step, where it does not have to be measured first."""
+    if aim.question.measured is not None:
         return None  # the probes ran at this size; a smaller one would have to be measured again
-    least = aim.limit_knobs.max_batch_size.or_else(1)
-    now = _in_force(aim).max_num_tokens
-    found = largest(lambda n: plans(_limited(aim, "max_num_tokens", n)), low=least, high=now - 1)
+    least = aim.question.limit_knobs.max_batch_size.or_else(1)
+    now = _in_force(aim.question).max_num_tokens
+    found = largest(lambda n: aim.with_limit("max_num_tokens", n), low=least, high=now - 1)
     return None if found is None else f"lower max_num_tokens to {found}"
 
 
-def _smaller_batch(aim: Question) -> str | None:
-    if aim.measured is not None:
+def _fewer_rows(aim: Aim) -> int | None:
+    if aim.question.measured is not None:
         return None
-    now = _in_force(aim).max_batch_size
-    found = largest(lambda n: plans(_limited(aim, "max_batch_size", n)), low=1, high=now - 1)
+    now = _in_force(aim.question).max_batch_size
+    return largest(lambda n: aim.with_limit("max_batch_size", n), low=1, high=now - 1)
+
+
+def _smaller_batch(aim: Aim) -> str | None:
+    found = _fewer_rows(aim)
     return None if found is None else f"lower max_batch_size to {found}"
 
 
-def _narrower(aim: Question) -> str | None:
-    """Half the bytes for weights and cache; a cache narrower than the weights needs a backend that converts."""
-    if aim.measured is not None or aim.dtype != "float32" or aim.knobs.kv_dtype.is_set:
+def _host_tier(aim: Aim) -> str | None:
+    """Where so many sequences were asked for and fewer fit, the cache of the others may wait in host memory."""
+    question = aim.question
+    asked = question.limit_knobs.max_batch_size.value
+    rows = None if asked is None else _fewer_rows(aim)
+    if asked is None or rows is None:
         return None
-    weights = weights_layout(aim.config, dtype="bfloat16", rank=aim.rank).quantity()
-    return "set dtype to bfloat16" if plans(replace(aim, dtype="bfloat16", weights=weights)) else None
+    made = answer(_limited(question, "max_batch_size", rows))
+    tier = host_tier(
+        [made.kv.layout] * question.rank.tp,
+        question.card,
+        num_sequences=asked,
+        num_resident=made.max_concurrency,
+        seq_tokens=made.limits.max_seq_len,
+        extra_tokens=made.limits.extra_tokens,
+        encoder_tokens=made.limits.max_encoder_tokens,
+    )
+    given = question.knobs.host_kv_bytes.value
+    if tier is None or question.rank.pp > 1 or (given is not None and given < tier.kv_bytes):
+        return None
+    size = size_text(ceil_div(tier.kv_bytes, MiB) * MiB)
+    return f"lower max_batch_size to {rows} and set host_kv_bytes to {size} ({tier.told()}; {NOT_YET})"
 
 
-def _raised(name: str, unit: int) -> Callable[[Question], str | None]:
+def narrower(aim: Aim) -> str | None:
+    """Half the bytes for weights and cache; a cache narrower than the weights needs a backend that converts."""
+    question = aim.question
+    if question.measured is not None or question.dtype != "float32" or question.knobs.kv_dtype.is_set:
+        return None
+    weights = weights_layout(question.config, dtype="bfloat16", rank=question.rank).quantity()
+    return "set dtype to bfloat16" if aim.works(replace(question, dtype="bfloat16", weights=weights)) else None
+
+
+def _raised(name: str, unit: int) -> Finder:
     """Raise a cap that was set, to the smallest multiple of ``unit`` that works."""
 
-    def find(aim: Question) -> str | None:
-        now = getattr(aim.knobs, name).value
+    def find(aim: Aim) -> str | None:
+        now = getattr(aim.question.knobs, name).value
         if now is None:
             return None
         low, high = now // unit + 1, ceil_div(MOST_BYTES, unit)
-        found = smallest(lambda n: plans(_priced(aim, name, n * unit)), low=low, high=high)
-        return None if found is None else f"raise {name} to {_size(found * unit) if unit > 1 else found}"
+        found = smallest(lambda n: aim.with_knob(name, n * unit), low=low, high=high)
+        return None if found is None else f"raise {name} to {size_text(found * unit) if unit > 1 else found}"
 
     return find
 
 
-def _larger_fraction(aim: Question) -> str | None:
+def _larger_fraction(aim: Aim) -> str | None:
     """The smallest share that works, in thousandths; where none of them does, all of it."""
-    now = aim.knobs.kv_fraction.value
+    question = aim.question
+    now = question.knobs.kv_fraction.value
     if now is None:
         return None
 
-    def with_share(share: Setting[Fraction]) -> Question:
-        return replace(aim, knobs=replace(aim.knobs, kv_fraction=share))
+    def with_share(share: Setting[Fraction]) -> bool:
+        return aim.works(replace(question, knobs=replace(question.knobs, kv_fraction=share)))
 
     def enough(thousandths: int) -> bool:
-        return plans(with_share(Setting(Fraction(thousandths, 1000), None, Origin.FIT, None)))
+        return with_share(Setting(Fraction(thousandths, 1000), None, Origin.FIT, None))
 
     found = smallest(enough, low=int(now * 1000) + 1, high=999)
     if found is not None:
         return f"raise kv_fraction to {found / 1000:g}"
-    return "leave kv_fraction out (all of it)" if plans(with_share(Setting())) else None
+    return "leave kv_fraction out (all of it)" if with_share(Setting()) else None
 
 
-def _less_keep_free(aim: Question) -> str | None:
-    now = aim.knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES)
-    found = largest(lambda n: plans(_priced(aim, "keep_free_bytes", n * MiB)), low=0, high=ceil_div(now, MiB) - 1)
-    return None if found is None else f"lower keep_free_bytes to {_size(found * MiB)}"
+def _less_keep_free(aim: Aim) -> str | None:
+    now = aim.question.knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES)
+    found = largest(lambda n: aim.with_knob("keep_free_bytes", n * MiB), low=0, high=ceil_div(now, MiB) - 1)
+    return None if found is None else f"lower keep_free_bytes to {size_text(found * MiB)}"
 
 
-def _more_memory(aim: Question) -> str | None:
+def _more_memory(aim: Aim) -> str | None:
     size = _enough_memory(aim)
     if size is not None:
-        return f"use a device of at least {size}" if aim.card.sm else f"give it {size} of memory"
+        return f"use a device of at least {size}" if aim.question.card.sm else f"give it {size} of memory"
     return _more_memory_and_no_cap(aim)
 
 
-def _more_memory_and_no_cap(aim: Question) -> str | None:
+def _more_memory_and_no_cap(aim: Aim) -> str | None:
     """For where neither more memory nor a higher cap is enough alone."""
     for names in (("total_bytes",), ("kv_fraction",), ("total_bytes", "kv_fraction")):
-        if not all(getattr(aim.knobs, name).is_set for name in names):
+        if not all(getattr(aim.question.knobs, name).is_set for name in names):
             continue
         changed: dict[str, Any] = {name: Setting() for name in names}
-        free = replace(aim, knobs=replace(aim.knobs, **changed))
+        free = replace(aim.question, knobs=replace(aim.question.knobs, **changed))
         left_out = ", ".join(f"leave {name} out" for name in names)
-        if plans(free):
+        if aim.works(free):
             return left_out if len(names) > 1 else None  # one cap alone has a remedy of its own
-        size = _enough_memory(free)
+        size = _enough_memory(replace(aim, question=free))
         if size is not None:
             return f"{left_out} and give it {size} of memory"
     return None
 
 
-def _enough_memory(aim: Question) -> str | None:
-    low = aim.card.total_bytes // MiB + 1
-    found = smallest(lambda n: plans(_on_memory(aim, n * MiB)), low=low, high=MOST_BYTES // MiB)
-    return None if found is None else _size(found * MiB)
+def _enough_memory(aim: Aim) -> str | None:
+    low = aim.question.card.total_bytes // MiB + 1
+    found = smallest(lambda n: aim.works(_on_memory(aim.question, n * MiB)), low=low, high=MOST_BYTES // MiB)
+    return None if found is None else size_text(found * MiB)
 
 
-def _on_memory(aim: Question, num_bytes: int) -> Question:
-    measured = aim.measured and replace(aim.measured, device_bytes=num_bytes)
-    return replace(aim, card=aim.card.with_total(num_bytes), measured=measured)
+def _on_memory(question: Question, num_bytes: int) -> Question:
+    measured = question.measured and replace(question.measured, device_bytes=num_bytes)
+    return replace(question, card=question.card.with_total(num_bytes), measured=measured)
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """As a person can type it: exact, without decimals."""
     text = format_bytes(num_bytes)
     return f"{num_bytes // MiB}MiB" if "." in text else text.replace(" ", "")
 
 
-_REMEDIES: tuple[Callable[[Question], str | None], ...] = (
-    _smaller_seq_len,
-    _smaller_num_tokens,
-    _smaller_batch,
-    _narrower,
+#: More money, by one cap or another.
+MONEY: tuple[Finder, ...] = (
     _raised("kv_bytes", MiB),
     _raised("kv_tokens", 1),
     _raised("total_bytes", MiB),
     _larger_fraction,
     _less_keep_free,
     _more_memory,
+)
+_REMEDIES: tuple[Finder, ...] = (
+    _smaller_seq_len,
+    smaller_num_tokens,
+    _smaller_batch,
+    _host_tier,
+    narrower,
+    *MONEY,
 )

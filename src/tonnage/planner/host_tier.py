@@ -1,0 +1,157 @@
+"""Sequences whose cache waits in host memory: how many, how many bytes, and what bringing one back costs.
+
+A plan knows this tier and the engine of this release does not: it suspends a sequence by forgetting its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from tonnage.hardware import Card
+from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence
+from tonnage.terms import Source
+from tonnage.units import ceil_div, format_bytes
+
+#: What every offer ends with.
+NOT_YET = "the engine of this release does not swap yet, only plans know it"
+
+_LANES, _BITS = 16, 8
+#: Of 130 bits on the wire 128 are data; a packet carries 256 bytes behind 24 of header, sequence number and checksum.
+_CODING, _PACKETS = Fraction(128, 130), Fraction(256, 280)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins a card to the host. ``bytes_per_second`` in one direction, pinned memory, nothing else on it."""
+
+    name: str
+    bytes_per_second: int
+    ref: str
+    source: Source = Source.ASSUMED
+
+
+def _pcie(generation: int, giga_transfers: int) -> Link:
+    raw = Fraction(giga_transfers * 10**9 * _LANES, _BITS)
+    return Link(
+        name=f"PCIe gen{generation} x16",
+        bytes_per_second=int(raw * _CODING * _PACKETS),
+        ref=f"PCI Express base specification: {giga_transfers} GT/s a lane, 16 lanes, 128b/130b, 256-byte payloads",
+    )
+
+
+GEN3, GEN4, GEN5 = _pcie(3, 8), _pcie(4, 16), _pcie(5, 32)
+
+#: By name in the catalogue, from the cards' data sheets. A board may give a card fewer lanes than it has.
+LINKS: dict[str, Link] = {
+    "H200": GEN5, "H100-80GB": GEN5, "H100-NVL": GEN5, "H20-96GB": GEN5, "RTX 5090": GEN5,
+    "A100-80GB": GEN4, "A100-40GB": GEN4, "L40S": GEN4, "L4": GEN4, "A10": GEN4, "RTX 4090": GEN4, "RTX 3090": GEN4,
+    "V100-32GB": GEN3, "T4": GEN3,
+}  # fmt: skip
+
+
+def link_of(card: Card) -> Link | None:
+    """The card's link, gen4 where only the size of the device is known; None for a host, which has no other side."""
+    return None if card.kind == "host" else LINKS.get(card.name, GEN4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier:
+    """``num_resident`` sequences of ``seq_tokens`` on the device, the cache of ``num_waiting`` more on the host.
+
+    sequence_bytes  cache of one sequence at full length, over all ranks
+    rank_bytes      the largest share of it that crosses one link: ranks swap side by side
+    kv_bytes        host memory for all that wait
+    """
+
+    num_resident: int
+    num_waiting: int
+    seq_tokens: int
+    sequence_bytes: int
+    rank_bytes: int
+    link: Link
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_waiting * self.sequence_bytes
+
+    @property
+    def copy_seconds(self) -> Fraction:
+        """One sequence in one direction."""
+        return Fraction(self.rank_bytes, self.link.bytes_per_second)
+
+    @property
+    def swap_seconds(self) -> Fraction:
+        """One sequence out and another in, one after the other."""
+        return 2 * self.copy_seconds
+
+    def told(self) -> str:
+        """Two clauses: what lies where, and what a swap costs."""
+        total = self.num_resident + self.num_waiting
+        return (
+            f"{self.num_resident:,} of {total:,} sequences of {self.seq_tokens:,} tokens resident, the KV of "
+            f"{self.num_waiting:,} more ({format_bytes(self.kv_bytes)}) in host memory; "
+            f"a swap moves {format_bytes(self.sequence_bytes)} out and as much in, {milliseconds(self.swap_seconds)} "
+            f"at the rate of {self.link.name} ({format_rate(self.link.bytes_per_second)} each way, "
+            f"{self.link.source.value})"
+        )
+
+
+def host_tier(
+    layouts: Sequence[KVLayout],
+    card: Card,
+    *,
+    num_sequences: int,
+    num_resident: int,
+    seq_tokens: int,
+    extra_tokens: int = 0,
+    encoder_tokens: int = 0,
+) -> HostTier | None:
+    """The tier for sequences that do not all fit; ``layouts`` has one for every rank.
+
+    None where there is nothing to swap with (no sequence resident, or all of them) or no link.
+    """
+    link = link_of(card)
+    if link is None or not 0 < num_resident < num_sequences:
+        return None
+    shares = [
+        sequence_bytes(layout, seq_tokens=seq_tokens, extra_tokens=extra_tokens, encoder_tokens=encoder_tokens)
+        for layout in layouts
+    ]
+    return HostTier(
+        num_resident=num_resident,
+        num_waiting=num_sequences - num_resident,
+        seq_tokens=seq_tokens,
+        sequence_bytes=sum(shares),
+        rank_bytes=max(shares),
+        link=link,
+    )
+
+
+def sequence_bytes(layout: KVLayout, *, seq_tokens: int, extra_tokens: int = 0, encoder_tokens: int = 0) -> int:
+    """Cache of one sequence of that length on one rank, in whole blocks; padding of slabs need not travel."""
+    return sum(
+        group.block_bytes * _num_blocks(group, seq_tokens, extra_tokens, encoder_tokens) for group in layout.groups
+    )
+
+
+def _num_blocks(group: KVGroup, seq_tokens: int, extra_tokens: int, encoder_tokens: int) -> int:
+    if group.kind == KVGroupKind.STATE:
+        return 1
+    if group.kind == KVGroupKind.CROSS:
+        return ceil_div(encoder_tokens, group.block_tokens)
+    grown = blocks_per_sequence(seq_tokens, group.block_tokens, extra_tokens=extra_tokens)
+    if group.window is None:
+        return grown
+    return min(grown, ceil_div(group.window - 1, group.block_tokens) + 1)
+
+
+def milliseconds(seconds: Fraction) -> str:
+    """``0.4 ms``, ``12 ms``, ``1,204 ms``: as exact as an assumed rate deserves."""
+    tenths = round(seconds * 10_000)
+    return f"{tenths // 10}.{tenths % 10} ms" if tenths < 100 else f"{round(seconds * 1000):,} ms"
+
+
+def format_rate(bytes_per_second: int) -> str:
+    return f"{bytes_per_second / 10**9:.1f} GB/s"

@@ -1,0 +1,148 @@
+"""The inverse of a fit: the smallest device, and the fewest devices, that a workload can be had on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tonnage.budget.fit import sacrificed, wanted
+from tonnage.budget.search import smallest
+from tonnage.config import Knobs, LimitKnobs
+from tonnage.costs.config import ModelConfig
+from tonnage.errors import DoesNotFit, UserError
+from tonnage.hardware import Card
+from tonnage.planner.dimensions import dimensions
+from tonnage.planner.fit import Fit, fit_site
+from tonnage.planner.remedies import MOST_BYTES
+from tonnage.planner.site import Site, holds
+from tonnage.planner.unfit import can_hold, workload_refusal
+from tonnage.planner.workload import Workload, check_workload
+from tonnage.terms import Rank
+from tonnage.units import MiB
+
+#: Engines of more devices than this are not looked for.
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastMemory:
+    """``device_bytes`` (whole MiB) is enough and a MiB less is not; ``fit`` is the answer on a device of that size.
+
+    comfortable_bytes  enough with nothing given up; None where no size is
+    """
+
+    device_bytes: int
+    comfortable_bytes: int | None
+    fit: Fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastRanks:
+    """``tp * pp`` devices are enough, and no fewer are. ``tried`` holds the (tp, pp) that were refused before it."""
+
+    tp: int
+    pp: int
+    tried: tuple[tuple[int, int], ...]
+    fit: Fit
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+
+def least_memory(
+    config: ModelConfig,
+    *,
+    workload: Workload,
+    card: Card,
+    knobs: Knobs | None = None,
+    limit_knobs: LimitKnobs | None = None,
+    rank: Rank | None = None,
+    dtype: str | None = None,
+    backend: str = "sdpa",
+) -> LeastMemory:
+    """The smallest device like ``card`` (its own size is not looked at) with every user of the workload resident.
+
+    Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` where a cap that was set keeps every size out.
+    """
+    site = Site.of(config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=rank, dtype=dtype, backend=backend)
+    check_workload(workload, config, site.first.limit_knobs)
+    users, length = workload.num_users, workload.seq_tokens
+    order = dimensions(site.first, least_rows=users, least_seq_len=length)
+    sizes = []
+    for values in (sacrificed(order), wanted(order)):
+        fixed = site.at(values)
+        sizes.append(
+            smallest(
+                lambda mib, fixed=fixed: fixed.on(mib * MiB).reaches(  # type: ignore[misc]
+                    {}, lambda plans: holds(plans, num_sequences=users, seq_tokens=length)
+                ),
+                low=1,
+                high=MOST_BYTES // MiB,
+            )
+        )
+    least, comfortable = sizes
+    if least is None:
+        raise workload_refusal(site.on(MOST_BYTES), workload, order)
+    return LeastMemory(
+        device_bytes=least * MiB,
+        comfortable_bytes=None if comfortable is None else comfortable * MiB,
+        fit=fit_site(site.on(least * MiB), workload),
+    )
+
+
+def least_ranks(
+    config: ModelConfig,
+    *,
+    workload: Workload,
+    card: Card,
+    knobs: Knobs | None = None,
+    limit_knobs: LimitKnobs | None = None,
+    dtype: str | None = None,
+    backend: str = "sdpa",
+) -> LeastRanks:
+    """The fewest devices like ``card`` with every user of the workload resident; among equal numbers the most tensor
+    parallel, which splits the cache of every layer.
+
+    Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` where ``MOST_RANKS`` are not enough either.
+    """
+    check_workload(workload, config, limit_knobs or LimitKnobs())
+    tried: list[tuple[int, int]] = []
+    site: Site | None = None
+    for tp, pp in splits(config):
+        rank = Rank(size=tp * pp, tp=tp, pp=pp)
+        try:
+            site = Site.of(
+                config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=rank, dtype=dtype, backend=backend
+            )
+        except UserError:
+            if tp * pp == 1:
+                raise
+            continue  # this split does not suit the model
+        if can_hold(site, workload.num_users, workload.seq_tokens):
+            return LeastRanks(tp=tp, pp=pp, tried=tuple(tried), fit=fit_site(site, workload))
+        tried.append((tp, pp))
+    raise _no_ranks(site, workload, tried)
+
+
+def splits(config: ModelConfig) -> Iterator[tuple[int, int]]:
+    """(tp, pp) by their product, the larger tp first: tp divides the query heads, pp is at most the layers."""
+    tps = [tp for tp in range(1, min(config.num_heads, MOST_RANKS) + 1) if config.num_heads % tp == 0]
+    found = [(tp, pp) for tp in tps for pp in range(1, min(config.num_layers, MOST_RANKS // tp) + 1)]
+    return iter(sorted(found, key=lambda split: (split[0] * split[1], split[1])))
+
+
+def _no_ranks(site: Site | None, workload: Workload, tried: list[tuple[int, int]]) -> DoesNotFit:
+    if site is None:
+        raise AssertionError("one rank is always a split")
+    order = dimensions(site.first, least_rows=workload.num_users, least_seq_len=workload.seq_tokens)
+    refusal = workload_refusal(site, workload, order)
+    return DoesNotFit(
+        f"{refusal.what}, on up to {max(tp * pp for tp, pp in tried)} devices",
+        need_bytes=refusal.need_bytes,
+        have_bytes=refusal.have_bytes,
+        remedies=refusal.remedies,
+        need=refusal.need,
+        have=refusal.have,
+        where=refusal.where,
+    )

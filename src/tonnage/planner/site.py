@@ -1,0 +1,153 @@
+"""Where a fit tries its values: one question for each pipeline stage, answered together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tonnage import planner
+from tonnage.budget.fit import Values
+from tonnage.budget.pool import GroupPrice
+from tonnage.config import Knobs, LimitKnobs
+from tonnage.costs.config import ModelConfig
+from tonnage.errors import DoesNotFit, UserError
+from tonnage.hardware import Card
+from tonnage.layout import KVGroupKind, KVLayout, blocks_per_sequence
+from tonnage.planner.dimensions import with_values
+from tonnage.planner.host_tier import HostTier, host_tier
+from tonnage.planner.question import Question, answer
+from tonnage.planner.ranks import distinct_ranks, plan_stages
+from tonnage.planner.remedies import with_remedies
+from tonnage.terms import MemoryPlan, Rank
+
+Plans = Sequence[MemoryPlan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """``stages`` differ in their rank and their weights, and in nothing else."""
+
+    stages: tuple[Question, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        *,
+        card: Card,
+        knobs: Knobs | None = None,
+        limit_knobs: LimitKnobs | None = None,
+        rank: Rank | None = None,
+        dtype: str | None = None,
+        backend: str = "sdpa",
+    ) -> Site:
+        """Raises ``UnsupportedModel`` or ``InvalidSetting``."""
+        return cls(
+            stages=tuple(
+                planner._question(
+                    config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=each, dtype=dtype, backend=backend
+                )
+                for each in distinct_ranks(rank or Rank())
+            )
+        )
+
+    @property
+    def first(self) -> Question:
+        return self.stages[0]
+
+    def like(self, question: Question) -> Site:
+        """The same stages with the question's knobs, limits and card."""
+        return Site(
+            stages=tuple(
+                replace(stage, knobs=question.knobs, limit_knobs=question.limit_knobs, card=question.card)
+                for stage in self.stages
+            )
+        )
+
+    def at(self, values: Values) -> Site:
+        """The same stages with the values in force."""
+        return Site(stages=tuple(with_values(stage, values) for stage in self.stages))
+
+    def on(self, total_bytes: int) -> Site:
+        """The same stages on devices of that size."""
+        card = self.first.card.with_total(total_bytes)
+        return Site(stages=tuple(replace(stage, card=card) for stage in self.stages))
+
+    def plans(self) -> tuple[MemoryPlan, ...]:
+        """A plan for each stage. Raises ``DoesNotFit`` (without remedies) or ``InvalidSetting``."""
+        return tuple(answer(stage) for stage in self.stages)
+
+    def agreed(self) -> tuple[MemoryPlan, ...]:
+        """The same, all with the tokens of the smallest pool: one schedule must do for all ranks."""
+        return plan_stages(self.stages, answer)
+
+    def reaches(self, values: Values, met: Callable[[Plans], bool]) -> bool:
+        """Whether there are plans with these values, and they are what is wanted. What ``met`` holds for, it holds for
+        with some of the ranks left out, so that the first that falls short is the end of it."""
+        plans: list[MemoryPlan] = []
+        try:
+            for stage in self.at(values).stages:
+                plans.append(answer(stage))
+                if not met(plans[-1:]):
+                    return False
+        except UserError:
+            return False
+        return met(plans)
+
+    def refusal(self) -> DoesNotFit | None:
+        """Why there is no plan, with remedies; None where there is one. Raises ``InvalidSetting``."""
+        for stage in self.stages:
+            try:
+                answer(stage)
+            except DoesNotFit as refused:
+                return with_remedies(stage, refused)
+        return None
+
+    def tier(self, plans: Plans, *, num_sequences: int, num_resident: int, seq_tokens: int) -> HostTier | None:
+        """What would wait in host memory beside these plans."""
+        rank, limits = self.first.rank, plans[0].limits
+        return host_tier(
+            [plan.kv.layout for plan in plans for _ in range(rank.tp)],
+            self.first.card,
+            num_sequences=num_sequences,
+            num_resident=num_resident,
+            seq_tokens=seq_tokens,
+            extra_tokens=limits.extra_tokens,
+            encoder_tokens=limits.max_encoder_tokens,
+        )
+
+
+def fewest_tokens(plans: Plans) -> int:
+    """Tokens that every rank's pool holds."""
+    return min(plan.kv.tokens for plan in plans)
+
+
+def tightest(plans: Plans) -> MemoryPlan:
+    """The plan of the rank with the fewest tokens."""
+    return min(plans, key=lambda plan: plan.kv.tokens)
+
+
+def holds(plans: Plans, *, num_sequences: int, seq_tokens: int) -> bool:
+    """Whether every rank's pool holds so many sequences of that length, all whole at once."""
+    return all(plan.kv.tokens >= tokens_for(plan, num_sequences, seq_tokens) for plan in plans)
+
+
+def tokens_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
+    """Tokens of the pool that so many sequences fill, each in whole blocks."""
+    unit = _unit_tokens(plan.kv.layout)
+    blocks = blocks_per_sequence(seq_tokens, unit, extra_tokens=plan.limits.extra_tokens)
+    return num_sequences * blocks * unit
+
+
+def kv_bytes_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
+    """Bytes of a pool that holds them."""
+    tokens = tokens_for(plan, num_sequences, seq_tokens)
+    layout = plan.kv.layout
+    return layout.slab_bytes * sum(GroupPrice.of(group, plan.limits).blocks(tokens) for group in layout.groups)
+
+
+def _unit_tokens(layout: KVLayout) -> int:
+    """The pool's unit, as ``PoolPrice`` counts it: blocks of what grows without bound, else of what grows at all."""
+    kept = [group for group in layout.groups if group.kind not in (KVGroupKind.STATE, KVGroupKind.CROSS)]
+    growing = [group.block_tokens for group in kept if group.window is None]
+    return min(growing or [group.block_tokens for group in kept], default=1)
