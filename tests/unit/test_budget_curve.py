@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tonnage.budget.curve import CURRENT, ONE_REQUEST, WORST_CASE, Stack, attended_curve, curve, lent_tokens, stack
-from tonnage.budget.plan import PlanInputs, plan
+from tonnage.budget.inputs import PlanInputs
+from tonnage.budget.plan import plan
+from tonnage.budget.solve import solve
 from tonnage.budget.split import Demand, split
 from tonnage.config import Knobs, Limits, Setting
 from tonnage.errors import DoesNotFit
@@ -213,7 +215,7 @@ def test_the_stack_adds_up_and_crosses_where_the_plan_is(device, rate, rows, pag
         made = plan(asked)
     except DoesNotFit:
         return
-    drawn = stack(asked, made)
+    drawn = stack(solve(asked))
     assert all(len(part.sizes) == len(drawn.tokens) and min(part.sizes) >= 0 for part in drawn.parts)
     totals = [drawn.total_at(place) for place in range(len(drawn.tokens))]
     assert totals == sorted(totals)
@@ -233,7 +235,7 @@ def sizes(drawn: Stack, name: str) -> tuple[int, ...]:
 
 def test_each_demand_has_a_part_and_windows_and_scratch_stop_growing():
     asked = inputs(200_000, groups=GROUPS, rows=3)
-    drawn = stack(asked, plan(asked))
+    drawn = stack(solve(asked))
     assert [part.name for part in drawn.parts] == [
         "weights", "other fixed lines", "state", "full", "window", "gather", "books and rounding",
     ]  # fmt: skip
@@ -246,4 +248,4 @@ def test_each_demand_has_a_part_and_windows_and_scratch_stop_growing():
 
 def test_the_budget_is_what_is_not_set_aside():
     asked = inputs(100_000, keep_free_bytes=5_000, total_bytes=60_000, claims=())
-    assert stack(asked, plan(asked)).budget_bytes == 60_000
+    assert stack(solve(asked)).budget_bytes == 60_000

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from tonnage.budget.charges import Charges, charges
-from tonnage.budget.plan import PlanInputs, plan
+from tonnage.budget.charges import RatedClaim
+from tonnage.budget.inputs import PlanInputs
+from tonnage.budget.plan import plan
 from tonnage.budget.pool import POOL_CAPS, PoolPrice
+from tonnage.budget.solve import Solved, solve
 from tonnage.config import Origin, Setting
 from tonnage.errors import DoesNotFit
 from tonnage.terms import Claim, LineKind, MemoryPlan
@@ -26,8 +28,6 @@ from tonnage.units import ceil_div
 CURVE_SCHEMA = "tonnage.curve/1"
 #: How often the way from the least to the most attended tokens is halved, and parts of the second picture's axis.
 HALVINGS, NUM_COLUMNS = 5, 64
-#: Steps of a derivation that set money aside instead of paying for something.
-SET_ASIDE = ("foreign", "keep_free", "kv_fraction")
 ONE_REQUEST, CURRENT, WORST_CASE = "one request", "current setting", "worst case"
 
 
@@ -107,15 +107,14 @@ class Curve:
 
 def curve(inputs: PlanInputs) -> Curve:
     """Both pictures. Raises ``DoesNotFit`` where the plan itself is refused."""
-    made = plan(inputs)
-    grows = bool(_charges(_capped(inputs)).rated)
+    solved = solve(inputs)
     return Curve(
         model_name=inputs.model_name,
         device_name=inputs.device_name,
         max_seq_len=inputs.limits.max_seq_len,
         max_batch_size=inputs.limits.max_batch_size,
-        attended=attended_curve(inputs) if grows else None,
-        stack=stack(inputs, made),
+        attended=attended_curve(inputs) if _growing(inputs) else None,
+        stack=stack(solved),
     )
 
 
@@ -135,7 +134,7 @@ def attended_curve(inputs: PlanInputs) -> AttendedCurve:
             refused.append(tokens)
         else:
             points.append(_point(inputs, made, tokens, marks))
-    growing = tuple(rated.claim.name for rated in _charges(_capped(inputs)).rated)
+    growing = tuple(rated.claim.name for rated in _growing(inputs))
     return AttendedCurve(
         points=tuple(points), lent_tokens=lent_tokens(inputs), scratch=growing, refused_tokens=tuple(refused)
     )
@@ -143,7 +142,7 @@ def attended_curve(inputs: PlanInputs) -> AttendedCurve:
 
 def lent_tokens(inputs: PlanInputs) -> int | None:
     """Tokens of the pool with none of the growing scratch that may be lent; None where no such scratch may be."""
-    growing = {rated.claim.share or rated.claim.name for rated in _charges(_capped(inputs)).rated}
+    growing = {rated.claim.share or rated.claim.name for rated in _growing(inputs)}
     lent = {_key(claim) for claim in inputs.claims if claim.applies and _key(claim) in growing and claim.lendable}
     # One arena with a declaration that keeps its state is not lent, whoever else uses it.
     kept = {_key(claim) for claim in inputs.claims if claim.applies and not claim.lendable}
@@ -156,32 +155,28 @@ def lent_tokens(inputs: PlanInputs) -> int | None:
     return plan(_capped(replace(inputs, claims=rest))).kv.tokens
 
 
-def stack(inputs: PlanInputs, made: MemoryPlan) -> Stack:
-    """What each demand takes, from an empty pool to a quarter beyond the crossing; ``made``: the plan of ``inputs``."""
-    charged = _charges(inputs)
-    price = PoolPrice.of(inputs.layout, charged, limits=inputs.limits, page_bytes=inputs.page_bytes)
-    paid = [(step.name, step.operand) for step in made.steps if step.op == "-" and step.name not in SET_ASIDE]
-    pool_bytes = next(step.before for step in made.steps if step.op == "tokens for")
-    crossing, planned = price.blocks_within(pool_bytes), made.kv.tokens // price.block_tokens
+def stack(solved: Solved) -> Stack:
+    """What each demand takes, from an empty pool to a quarter beyond the crossing."""
+    price, budget = solved.price, solved.budget
+    crossing = price.blocks_within(budget.pool)
     top = max(1, ceil_div(5 * crossing, 4))
-    units = sorted({top * place // NUM_COLUMNS for place in range(NUM_COLUMNS + 1)} | {crossing, planned})
-    binding = next(cap.name for cap in made.caps if cap.binding)
+    even = {top * place // NUM_COLUMNS for place in range(NUM_COLUMNS + 1)}
+    units = sorted(even | {crossing, solved.num_blocks})
     return Stack(
         tokens=tuple(each * price.block_tokens for each in units),
-        parts=(*_fixed_parts(paid, price, len(units)), *_growing_parts(price, units)),
-        budget_bytes=pool_bytes + sum(size for _, size in paid),
+        parts=(*_fixed_parts(solved, len(units)), *_growing_parts(price, units)),
+        budget_bytes=budget.fixed + budget.pool,
         crossing_tokens=crossing * price.block_tokens,
-        plan_tokens=made.kv.tokens,
-        bound_by=binding if binding in POOL_CAPS else "",
+        plan_tokens=solved.tokens,
+        bound_by=solved.binding.name if solved.binding.name in POOL_CAPS else "",
     )
 
 
-def _fixed_parts(paid: list[tuple[str, int]], price: PoolPrice, num_points: int) -> Iterator[StackPart]:
-    """Weights, then the groups of layers that do not grow, then everything else that is there from the start."""
-    fixed_groups = {group.group.name for group in price.groups if group.is_fixed}
-    weights = sum(size for name, size in paid if name == LineKind.WEIGHTS)
-    groups = [(name, size) for name, size in paid if name in fixed_groups]
-    others = sum(size for _, size in paid) - weights - sum(size for _, size in groups)
+def _fixed_parts(solved: Solved, num_points: int) -> Iterator[StackPart]:
+    """Weights, everything else that is there from the start, then the groups of layers that do not grow."""
+    price, weights = solved.price, solved.charged.line(LineKind.WEIGHTS).bytes
+    groups = [(g.group.name, g.blocks(0) * price.block_bytes) for g in price.groups if g.is_fixed]
+    others = solved.budget.fixed - weights - sum(size for _, size in groups)
     for name, kind, size in (
         ("weights", LineKind.WEIGHTS, weights),
         ("other fixed lines", LineKind.TRANSIENT, others),
@@ -233,16 +228,9 @@ def _capped(inputs: PlanInputs) -> PlanInputs:
     return replace(inputs, knobs=replace(inputs.knobs, scratch=Setting()))
 
 
-def _charges(inputs: PlanInputs) -> Charges:
-    """As ``plan`` sorts them."""
-    return charges(
-        inputs.measured,
-        inputs.claims,
-        limits=inputs.limits,
-        chip=inputs.chip,
-        attended_tokens=inputs.knobs.attended_tokens.value,
-        reserve_worst=inputs.knobs.scratch.value == "reserve",
-    )
+def _growing(inputs: PlanInputs) -> tuple[RatedClaim, ...]:
+    """Scratch that grows with attended tokens, the one of the highest rate for each arena."""
+    return solve(_capped(inputs)).charged.rated
 
 
 def _key(claim: Claim) -> str:
