@@ -113,7 +113,7 @@ def _sglang() -> tuple[PeerKnob, ...]:
         row("cuda_graph_bs", "graphs", read=read.batch_sizes),
         row("max_loras_per_batch", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
-        row("hicache_size", "host_kv_bytes", "SGLang counts it in GB of 1000^3 bytes, as it is read here",
+        row("hicache_size", "host_kv_bytes", "GB of 1000^3 bytes for each rank, without its ratio to the pool",
             read=_decimal_gigabytes),
         row("swa_full_tokens_ratio", differs="window layers get what their windows need here, not a share"),
         row("mamba_full_memory_ratio", differs="recurrent states get what max_batch_size needs here, not a share"),
