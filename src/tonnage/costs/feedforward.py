@@ -166,7 +166,9 @@ def _by_step(fields: Fields, count: int) -> Callable[[int], bool]:
         return lambda layer: (layer + 1) % step == 0
     if fields.value("moe_layer_start_index") is not None:
         every = fields.optional("moe_layer_interval", 1) or 1
-        first, last = fields.optional("moe_layer_start_index"), fields.optional("moe_layer_end_index", count)
+        first = fields.optional("moe_layer_start_index")
+        written = fields.own.get("moe_layer_end_index")  # -1 means the last layer, and so does silence
+        last = written if isinstance(written, int) and written >= 0 else count - 1
         return lambda layer: first <= layer <= last and (layer + 1) % every == 0
     dense_first = fields.optional("first_k_dense_replace", fields.model_type in _FIRST_IS_DENSE)
     dense_first = dense_first or fields.optional("num_dense_layers")

@@ -163,11 +163,19 @@ class _Mixers:
             kv_lora_rank=fields.count("kv_lora_rank"),
             qk_rope_head_dim=fields.count("qk_rope_head_dim"),
             qk_nope_head_dim=fields.count("qk_nope_head_dim"),
-            v_head_dim=fields.count("v_head_dim"),
+            v_head_dim=self._latent_values(),
             q_lora_rank=fields.optional("q_lora_rank") or None,
             index_head_dim=fields.optional("index_head_dim") if self._has_indexer(layer) else 0,
             num_index_heads=fields.optional("index_n_heads") if self._has_indexer(layer) else 0,
         )
+
+    def _latent_values(self) -> int:
+        """Elements of a value head; one early family takes the width over the heads where the file is silent."""
+        fields = self.fields
+        if fields.model_type == "minicpm3" and fields.value("v_head_dim") is None:
+            fields.note("v_head_dim is absent: hidden_size over heads, as the family's class has it")
+            return fields.count("hidden_size") // fields.count("num_attention_heads")
+        return fields.count("v_head_dim")
 
     def _has_indexer(self, layer: int) -> bool:
         """Layers marked "shared" use what the indexer of a layer before them chose."""
