@@ -89,7 +89,7 @@ def test_tied_embeddings_lie_on_both_ends():
     assert ["model.embed_tokens.weight" in found for found in names] == [True, False, True]
 
 
-@pytest.mark.parametrize("rank", [Rank(tp=5), Rank(index=2, tp=2), Rank(pp=31), Rank(tp=0), Rank(cp=2)])
+@pytest.mark.parametrize("rank", [Rank(tp=5), Rank(index=2, tp=2), Rank(pp=31), Rank(tp=0), Rank(cp=0), Rank(ep=3)])
 def test_splits_that_do_not_divide(rank):
     with pytest.raises(InvalidSetting):
         weights_layout(SMOLLM2, rank=rank)

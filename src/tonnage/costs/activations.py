@@ -19,18 +19,28 @@ MiB, which is also what a card reported.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.extras import settled
+from tonnage.costs.families import FAMILIES
+from tonnage.costs.layers import Attention, Dense, Latent, Tower
+from tonnage.costs.phases import Phase, Setting, expert_phases, latent_phase, recurrent_phase
 from tonnage.costs.ranks import RankShape, rank_shape
+from tonnage.costs.tensors import Cut
+from tonnage.costs.traits import traits_of
 from tonnage.layout import DTYPE_BYTES
 from tonnage.terms import Quantity, Rank, Source
+from tonnage.units import ceil_div
 
 #: Compiled layers fuse the copies away: 90,624 bytes a token where eager ones hold 119,296 (measured, 8B Llama).
 COMPILED_FRACTION = Fraction(90_624, 119_296)
 #: The closed form stays within this of the tracker over the families and shapes tested.
 ERROR_FRACTION = Fraction(2, 100)
+#: What a tower holds over the closed form, (low, high): compiled, and with patches of several sizes side by side.
+ENCODER_BOUNDS = (Fraction(60, 100), Fraction(130, 100))
 #: Bytes the allocator takes over bytes alive, (low, best, high), by kind of device. CUDA: 1.15 to 1.56 measured with
 #: torch's caching allocator. Host: a heap whose large blocks are mapped one by one; glibc's default can double it.
 RESERVED_OVER_ALLOCATED = {
@@ -48,10 +58,15 @@ _FLOAT = DTYPE_BYTES["float32"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Bytes alive at the peak of one forward, and the phase that sets it."""
+    """Bytes alive at the peak of one forward, the phase that sets it, and between which bytes it lies."""
 
     phase: str
     bytes: int
+    low: int
+    high: int
+
+    def quantity(self, *, ref: str) -> Quantity:
+        return Quantity(bytes=self.bytes, low=self.low, high=self.high, source=Source.PREDICTED, ref=ref)
 
 
 def forward_peak(
@@ -59,16 +74,50 @@ def forward_peak(
 ) -> Peak:
     """The largest phase of one eager forward over ``num_tokens`` tokens with ``logits_rows`` rows of logits.
 
-    Only the last pipeline stage has a head: elsewhere no row of logits counts.
+    Only the last pipeline stage has a head: elsewhere no row of logits counts. As many rows as tokens are a decode.
+    The layers of this rank's stage count, whatever they are made of; ``low`` and ``high`` span compiled or fused
+    layers and the plainest code (``phases`` has the formulas of everything that is not dense).
     """
-    shape = rank_shape(config, rank or Rank())
+    place = rank or Rank()
+    shape = rank_shape(config, place)
     word = DTYPE_BYTES[dtype or config.dtype]
-    phases = {name: num_tokens * each for name, each in _phase_bytes(config, shape, word=word).items()}
+    each = _stage_phases(config, shape, place, word=word, is_decode=num_tokens <= logits_rows)
+    phases = [_times(phase, num_tokens) for phase in each]
     hidden = config.hidden_size
     if shape.has_head:
-        phases["logits"] = (num_tokens * hidden + logits_rows * (hidden + config.vocab_size)) * word
-    phase = max(phases, key=lambda name: phases[name])
-    return Peak(phase=phase, bytes=phases[phase])
+        phases.append(_dense("logits", (num_tokens * hidden + logits_rows * (hidden + config.vocab_size)) * word))
+    best = max(phases, key=lambda phase: phase.bytes)
+    low, high = max(phase.low for phase in phases), max(phase.high for phase in phases)
+    return Peak(phase=best.name, bytes=best.bytes, low=low, high=high)
+
+
+def encoder_peak(tower: Tower, *, num_tokens: int, dtype: str = "bfloat16") -> Peak:
+    """The largest phase of one tower over ``num_tokens`` patches (or frames), attention's own scratch left out.
+
+    With H hidden and I intermediate, words a token: patches, their elements and H; norm, 4H and H floats twice;
+    attention, 3H and eight more (queries, keys, values, two of them rotated, the result and what is made of it); mlp,
+    4H and the inner vectors, two or three of them.
+    """
+    hidden, inner, word = tower.hidden_size, tower.intermediate_size, DTYPE_BYTES[dtype]
+    words = {
+        "patches": tower.patch_elements + 2 * hidden,
+        "attention": 11 * hidden,
+        "mlp": 4 * hidden + (3 if tower.is_gated else 2) * inner,
+    }
+    sizes = {name: num_tokens * each * word for name, each in words.items()}
+    sizes["norm"] = num_tokens * (4 * hidden * word + 2 * hidden * _FLOAT)
+    phase = max(sizes, key=lambda name: sizes[name])
+    low, high = (int(sizes[phase] * bound) for bound in ENCODER_BOUNDS)
+    return Peak(phase=phase, bytes=sizes[phase], low=low, high=high)
+
+
+def encoder_output_bytes(config: ModelConfig, *, num_tokens: int, dtype: str | None = None) -> int:
+    """What a tower hands to the text model: a vector of its width for every token, and one more for each level that
+    is fed into deeper layers (``deepstack_visual_indexes``)."""
+    vision = config.raw.get("vision_config")
+    levels = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
+    copies = 1 + (len(levels) if isinstance(levels, list) else 0)
+    return num_tokens * copies * config.hidden_size * DTYPE_BYTES[dtype or config.dtype]
 
 
 def sampler_bytes(config: ModelConfig, *, logits_rows: int, dtype: str | None = None, device_kind: str = "cuda") -> int:
@@ -122,17 +171,55 @@ def reserved_for(allocated: Quantity, *, device_kind: str) -> Quantity:
     )
 
 
-def _phase_bytes(config: ModelConfig, shape: RankShape, *, word: int) -> dict[str, int]:
-    """Bytes a token of every phase inside a layer; the table in the module's docstring, row by row."""
-    hidden, inner, packed = config.hidden_size, shape.intermediate_size, config.family.packed
-    query, key = shape.num_heads * config.head_dim, shape.num_kv_heads * config.head_dim
-    rotary = max(4 * query + (3 if packed else 2) * key, 2 * query + 5 * key)
-    always = 3 * hidden + 2 * config.head_dim
-    phases = {
-        "norm": always * word + 2 * hidden * _FLOAT,
-        "rotary": (always + rotary) * word,
-        "mlp": (always + hidden + max((4 if packed else 3) * inner, hidden + inner)) * word,
-    }
-    if config.qk_norm:
-        phases["head norm"] = (always + query) * word + 2 * query * (_FLOAT if word < _FLOAT else 0)
-    return phases
+def _dense(name: str, num_bytes: int) -> Phase:
+    """A phase of dense layers: below, layers that are compiled; above, the formula's own error."""
+    bar = predicted(num_bytes, ref="")
+    return Phase(name=name, bytes=bar.bytes, low=bar.low, high=bar.high)
+
+
+def _times(phase: Phase, count: int) -> Phase:
+    return Phase(name=phase.name, bytes=phase.bytes * count, low=phase.low * count, high=phase.high * count)
+
+
+def _stage_phases(config: ModelConfig, shape: RankShape, rank: Rank, *, word: int, is_decode: bool) -> Iterator[Phase]:
+    """Bytes a token of every phase of every kind of layer on this stage."""
+    traits, hidden = traits_of(config)[0], config.hidden_size
+    always = 3 * hidden + 2 * _rotary_width(config)
+    at = Setting(hidden=hidden, always=always, word=word, cut=Cut.of(rank), traits=traits)
+    packed = config.model_type in FAMILIES and FAMILIES[config.model_type].packed
+    for layer in {settled(config, config.layers[number]) for number in shape.layers}:
+        yield _dense("norm", always * word + 2 * hidden * _FLOAT)
+        for mixer in layer.mixers:
+            if isinstance(mixer, Attention):
+                yield from _attention_phases(mixer, at, is_packed=packed)
+            elif isinstance(mixer, Latent):
+                yield latent_phase(mixer, at, is_decode=is_decode)
+            else:
+                yield recurrent_phase(mixer, at)
+        part = layer.feed_forward
+        if isinstance(part, Dense):
+            yield _mlp_phase(part, at, is_packed=packed)
+        elif part is not None:
+            yield from expert_phases(part, at)
+
+
+def _rotary_width(config: ModelConfig) -> int:
+    """Elements of the cosines: one head's, or the rotary part of a latent's."""
+    latents = [mixer.qk_rope_head_dim for layer in config.layers for mixer in layer.mixers if isinstance(mixer, Latent)]
+    return max(latents) if latents else config.head_dim
+
+
+def _attention_phases(mixer: Attention, at: Setting, *, is_packed: bool) -> Iterator[Phase]:
+    query, key = at.cut.heads(mixer.num_heads) * mixer.head_dim, at.cut.heads(mixer.num_kv_heads) * mixer.head_dim
+    gate = 2 * query if at.traits.output_gate else 0
+    rotary = max(4 * query + (3 if is_packed else 2) * key, 2 * query + 5 * key) + gate
+    yield _dense("rotary", (at.always + rotary) * at.word)
+    if at.traits.qk_norm:
+        floats = 2 * query * (_FLOAT if at.word < _FLOAT else 0)
+        yield _dense("head norm", (at.always + query + gate) * at.word + floats)
+
+
+def _mlp_phase(part: Dense, at: Setting, *, is_packed: bool) -> Phase:
+    inner = ceil_div(part.intermediate_size, at.cut.inner)
+    count = (4 if is_packed else 3) if part.is_gated else 2
+    return _dense("mlp", (at.always + at.hidden + max(count * inner, at.hidden + inner)) * at.word)

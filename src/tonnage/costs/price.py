@@ -146,7 +146,7 @@ def _is_packed(tensor: Tensor, packing: Packing, prefix: str) -> bool:
 
 def _tensors(config: ModelConfig, rank: Rank, *, with_mtp: bool, one_by_one: bool) -> Iterator[tuple[Tensor, int, str]]:
     """(tensor, how often, the name its module starts with) of everything on one rank."""
-    shape, cut = rank_shape(config, replace(rank, ep=1, cp=1)), Cut.of(rank)
+    shape, cut = rank_shape(config, rank), Cut.of(rank)
     traits, _known = traits_of(config)
     build = Build(hidden=config.hidden_size, traits=traits, cut=cut, expert_hidden=expert_hidden(config))
     for tensor in _ends(config, shape, cut, traits):

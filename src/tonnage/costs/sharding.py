@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from tonnage.costs.config import ModelConfig
@@ -67,7 +67,7 @@ def stored_spans(
     tensors: Iterable[StoredTensor], config: ModelConfig, *, word: int, rank: Rank, with_mtp: bool
 ) -> dict[Component, Span]:
     """Bytes of one rank by component. ``word``: bytes of an element of what is not packed."""
-    shape, cut = rank_shape(config, replace(rank, ep=1, cp=1)), Cut.of(rank)
+    shape, cut = rank_shape(config, rank), Cut.of(rank)
     spans: dict[Component, Span] = {}
     listed = list(tensors)
     tied = config.tie_word_embeddings and any(_EMBEDDINGS.search(tensor.name) for tensor in listed)
