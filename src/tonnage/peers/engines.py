@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -72,5 +71,7 @@ def find_engine(name: str, *, typed: str) -> Engine:
 
 def close_to(wanted: str, known: Iterable[str]) -> str:
     """``; did you mean max_num_seqs?`` or nothing."""
+    import difflib  # only a misspelt name needs it
+
     near = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
