@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
@@ -46,11 +47,13 @@ def plan_without_device(
     dtype: str | None = None,
     backend: str = "sdpa",
     checkpoint: Checkpoint | None = None,
+    reference: ReferenceKnobs | None = None,
 ) -> MemoryPlan:
     """The plan of one rank from config.json and the catalogue alone; ``dtype`` of the weights, default the model's.
 
-    ``checkpoint`` is what the headers of the model's files say, where they are at hand. Raises ``UnsupportedModel``,
-    ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each planned.
+    ``checkpoint`` is what the headers of the model's files say, where they are at hand. ``reference``: by the reference
+    policy with these knobs. Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were
+    each planned.
     """
     return _answer(
         _question(
@@ -62,6 +65,7 @@ def plan_without_device(
             dtype=dtype,
             backend=backend,
             checkpoint=checkpoint,
+            reference=reference,
         )
     )
 
@@ -76,6 +80,7 @@ def plan_ranks(
     dtype: str | None = None,
     backend: str = "sdpa",
     checkpoint: Checkpoint | None = None,
+    reference: ReferenceKnobs | None = None,
 ) -> tuple[MemoryPlan, ...]:
     """One plan for each pipeline stage of ``rank``'s engine, all with the tokens of the smallest; its index is not
     looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
@@ -89,6 +94,7 @@ def plan_ranks(
             dtype=dtype,
             backend=backend,
             checkpoint=checkpoint,
+            reference=reference,
         )
         for each in distinct_ranks(rank)
     ]
@@ -108,6 +114,7 @@ def plan_measured(
     page_bytes: int | None = None,
     extra_claims: Sequence[Claim] = (),
     versions: Mapping[str, str] | None = None,
+    reference: ReferenceKnobs | None = None,
 ) -> MemoryPlan:
     """The plan of one rank from what its probes measured, by the same arithmetic.
 
@@ -124,6 +131,7 @@ def plan_measured(
         rank=rank or measured.rank,
         dtype=dtype,
         backend=backend,
+        reference=reference,
     )
     return _answer(
         replace(
@@ -156,6 +164,7 @@ def _question(
     dtype: str | None,
     backend: str,
     checkpoint: Checkpoint | None = None,
+    reference: ReferenceKnobs | None = None,
 ) -> Question:
     element = parse_dtype(dtype or config.dtype, knob="dtype", allowed=WEIGHT_DTYPES)
     rank, limit_knobs = rank or Rank(), limit_knobs or LimitKnobs()
@@ -168,6 +177,7 @@ def _question(
         dtype=element,
         backend=backend,
         page_bytes=card.page_bytes,
+        reference=reference,
         weights=weights_of(
             config, dtype=element, rank=rank, checkpoint=checkpoint, drafts=bool(limit_knobs.max_draft_tokens.value)
         ),

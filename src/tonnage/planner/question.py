@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import tonnage
-from tonnage.budget.plan import PlanInputs, plan
+from tonnage.budget.inputs import PlanInputs
+from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.search import largest
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
 from tonnage.costs.config import ModelConfig
@@ -18,6 +19,7 @@ from tonnage.hardware import Card
 from tonnage.planner.claims import claims_for, without
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import resolve_limits
+from tonnage.planner.policy import answered, refuse_own_money
 from tonnage.planner.predict import predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
@@ -27,7 +29,8 @@ from tonnage.units import format_bytes, round_down
 class Question:
     """Everything a plan depends on. ``measured`` None: planned with no device, from closed forms.
 
-    ``weights`` does not depend on the limits, so it is computed once and carried along.
+    ``weights`` does not depend on the limits, so it is computed once and carried along. ``reference`` are the knobs
+    of the reference policy, None: our own policy answers.
     """
 
     config: ModelConfig
@@ -44,14 +47,25 @@ class Question:
     versions: tuple[tuple[str, str], ...] = ()
     ranks_tokens: int | None = None
     ranks_attended: int | None = None
+    reference: ReferenceKnobs | None = None
 
     @property
     def block_tokens(self) -> int:
+        if self.reference is not None:
+            return self.reference.tokens_per_block
         return self.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
 
     @property
     def kv_dtype(self) -> str:
+        if self.reference is not None:
+            return self.dtype if self.reference.kv_dtype == "auto" else self.reference.kv_dtype
         return self.knobs.kv_dtype.or_else(self.dtype)
+
+    @property
+    def state_dtype(self) -> str | None:
+        if self.reference is not None:
+            return None if self.reference.state_dtype == "auto" else self.reference.state_dtype
+        return self.knobs.state_dtype.value
 
 
 def answer(question: Question) -> MemoryPlan:
@@ -60,6 +74,8 @@ def answer(question: Question) -> MemoryPlan:
     Raises ``DoesNotFit`` without remedies, or ``InvalidSetting``.
     """
     check_knobs(question.knobs)
+    if question.reference is not None:
+        refuse_own_money(question.knobs)
     if question.limit_knobs.max_seq_len.is_set:
         return _answer_at(question, None)
     try:
@@ -101,13 +117,13 @@ def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
     layout = kv_layout(
         config,
         kv_dtype=question.kv_dtype,
-        state_dtype=knobs.state_dtype.value,
+        state_dtype=question.state_dtype,
         block_tokens=question.block_tokens,
         rank=question.rank,
         with_mtp=limits.max_draft_tokens > 0,
     )
     claims = (*listed_claims(question, limits), *question.extra_claims)
-    return plan(
+    return answered(
         PlanInputs(
             device_name=card.name,
             model_name=config.name,
@@ -123,7 +139,10 @@ def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
             warnings=_warnings(question, limits, fitted),
             ranks_tokens=question.ranks_tokens,
             ranks_attended=question.ranks_attended,
-        )
+        ),
+        config=config,
+        kv_dtype=question.kv_dtype,
+        reference=question.reference,
     )
 
 
@@ -190,6 +209,7 @@ def fingerprint(question: Question, limits: Limits) -> str:
         "rank": {f.name: getattr(rank, f.name) for f in fields(rank)},
         "family": config.model_type,
         "attention": question.backend,
+        "policy": "own" if question.reference is None else str(question.reference),
         "device": [question.card.name, question.card.total_bytes, question.card.num_sms, question.page_bytes],
         "versions": {"tonnage": tonnage.__version__, **dict(question.versions)},
     }
