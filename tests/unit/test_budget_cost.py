@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tonnage.budget.cost import Bounded, Cost
 from tonnage.budget.search import largest, smallest
+from tonnage.budget.split import Demand, split
 
 SEGMENTS = st.lists(st.builds(Bounded, rate=st.integers(0, 10**4), until=st.integers(0, 300)), max_size=4).map(tuple)
 COSTS = st.builds(
@@ -57,6 +58,13 @@ def test_the_inverse_equals_counting(slope, intercept, pairs, budget):
     assert [cost.at(t) for t in range(200)] == price
     most = max((t for t in range(200) if price[t] <= budget), default=0)
     assert cost.units_within(budget) == (math.inf if most == 199 else most)
+
+
+@given(COSTS.filter(lambda cost: cost.slope > 0), st.integers(0, 10**8))
+def test_a_segment_is_a_demand_with_a_ceiling(cost, left):
+    """The same law as that of the split, which finds its answer from lines instead of pieces."""
+    demands = [Demand(name="", rate_bytes=s.rate, ceiling_bytes=s.rate * s.until) for s in cost.bounded]
+    assert cost.units_within(cost.intercept + left) == split(left, rate_bytes=cost.slope, demands=demands).units
 
 
 def test_a_budget_below_the_intercept_buys_nothing():

@@ -21,6 +21,7 @@ from tonnage.budget.reference.knobs import ReferenceKnobs, Speculation
 from tonnage.budget.reference.manager import chosen_manager, effective_reuse
 from tonnage.budget.reference.probe import (
     SharedSettings,
+    encoder_probe,
     extra_probe_tokens,
     long_mla_probe,
     manager_max_seq_len,
@@ -60,6 +61,20 @@ def test_the_probe_is_one_full_step_of_possible_prompts(step, length, copies):
     found = probe_lengths(max_num_tokens=step, max_seq_len=length, num_copies=copies)
     assert sum(found) == step * copies
     assert all(1 <= each <= max(1, length - 1) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "want"),
+    [
+        ({}, (8192, 256)),
+        ({"encoder_max_num_tokens": 100, "encoder_max_batch_size": 2}, (100, 2)),
+        ({"encoder_max_num_tokens": 0}, None),
+        ({"encoder_max_batch_size": -1}, None),
+    ],
+)
+def test_the_encoder_is_run_by_itself(asked, want):
+    assert encoder_probe(replace(V1, **asked), max_num_tokens=8192, max_batch_size=256) == want
+    assert encoder_probe(V1, max_num_tokens=None, max_batch_size=256) is None
 
 
 @pytest.mark.parametrize(("limit", "want"), [(131_071, 73_728), (65_535, None)])

@@ -30,7 +30,8 @@ _SUMMED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """The final pool as the lines need it. ``left_bytes`` of the budget buy no more, by ``left_by``."""
+    """The final pool as the lines need it. ``left_bytes`` of the budget buy no more, by ``left_by`` (empty: they are
+    less than the next block needs); ``note`` is said of the pool."""
 
     price: PoolPrice
     units: int
@@ -38,6 +39,7 @@ class Pool:
     workspace_bytes: int
     left_bytes: int
     left_by: str
+    note: str = ""
 
     @property
     def kv_bytes(self) -> int:
@@ -124,7 +126,8 @@ def _kv_line(pool: Pool) -> Line:
     low, high = pool.bar
     size = pool.kv_bytes
     known = Quantity(bytes=size, low=min(low, size), high=max(high, size), source=Source.DERIVED, ref=_KV_REF)
-    reason = f"{counted(slabs, 'block')} of {format_bytes(pool.price.slab_bytes)}"
+    blocks = f"{counted(slabs, 'block')} of {format_bytes(pool.price.slab_bytes)}"
+    reason = "; ".join(part for part in (blocks, pool.note) if part)
     return quantity_line("kv", known, kind=LineKind.KV, maker=Maker.ARENA, reason=reason)
 
 

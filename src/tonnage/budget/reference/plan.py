@@ -10,9 +10,10 @@ it are context, libraries, graphs, other processes and the probe's own pool. Our
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from tonnage.budget.charges import not_charged
+from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.reference.estimation import Method
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.reference.mla import cap_warning
@@ -27,9 +28,6 @@ from tonnage.errors import DoesNotFit
 from tonnage.layout import blocks_per_sequence
 from tonnage.terms import HostPlan, KVPool, Measured, MemoryPlan, NotCharged, Quantity, StagePeak
 from tonnage.units import format_bytes
-
-if TYPE_CHECKING:  # the inputs are those of our own policy, which may in turn name this one
-    from tonnage.budget.plan import PlanInputs
 
 
 def reference_plan(
@@ -58,6 +56,7 @@ def reference_plan(
             bar=_bar(asked),
             workspace_bytes=solved.workspace_bytes,
             left_bytes=solved.derived.after_workspace_bytes - solved.pool_bytes,
+            note=_resumed(asked, solved),
             left_by=next((cap.name for cap in caps if cap.binding and cap.name != "budget"), ""),
         ),
         is_profiled=solved.how.method == Method.PROBE,
@@ -152,14 +151,16 @@ def _warnings(asked: Asked, solved: Solved, *, missing_bytes: int, attended_cap:
         found.append(capped)
     if knobs.max_gpu_total_bytes and not solved.obeys_byte_cap:
         found.append("max_gpu_total_bytes does not limit uniform pools of the block manager; max_tokens does")
-    if knobs.manager == "V2":
-        resumed = resumable_tokens(
-            quota(asked.inputs.layout, asked.inputs.limits),
-            solved.found.pool_bytes,
-            resume_fraction=knobs.max_util_for_resume,
-        )
-        found.append(f"resumed requests may fill {resumed:,} tokens, {knobs.max_util_for_resume} of the quota")
     return found
+
+
+def _resumed(asked: Asked, solved: Solved) -> str:
+    """V2 keeps part of its quota for what running requests still need."""
+    if asked.knobs.manager == "V1":
+        return ""
+    cost, share = quota(asked.inputs.layout, asked.inputs.limits), asked.knobs.max_util_for_resume
+    tokens = resumable_tokens(cost, solved.found.pool_bytes, resume_fraction=share)
+    return f"resumed requests may fill {tokens:,} tokens, {share} of the quota"
 
 
 def _not_charged(inputs: PlanInputs, solved: Solved) -> tuple[NotCharged, ...]:

@@ -25,6 +25,19 @@ def probe_lengths(*, max_num_tokens: int, max_seq_len: int, num_copies: int = 1)
     return ([longest] * whole + ([rest] if rest else [])) * num_copies
 
 
+def encoder_probe(
+    knobs: ReferenceKnobs, *, max_num_tokens: int | None, max_batch_size: int | None
+) -> tuple[int, int] | None:
+    """Tokens and items of the encoder's own run, whose output stays alive while the text is probed.
+
+    What is not set falls back to the text model's; None: nothing to run. The output is dropped before the device is
+    read again, so it counts in the peak and not in what is held beside it.
+    """
+    tokens = knobs.encoder_max_num_tokens if knobs.encoder_max_num_tokens is not None else max_num_tokens
+    items = knobs.encoder_max_batch_size if knobs.encoder_max_batch_size is not None else max_batch_size
+    return (tokens, items) if tokens and items and tokens > 0 and items > 0 else None
+
+
 def long_mla_probe(*, chunk_tokens: int, buffer_batch_size: int, max_num_tokens: int, max_seq_len: int) -> int | None:
     """Length of the one prompt that drives the chunked latent path to its peak; None: too long for the model.
 

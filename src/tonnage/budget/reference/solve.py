@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from tonnage.budget.charges import Charges, charges
+from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.pool import PoolPrice
 from tonnage.budget.reference.derive import Derivation, derive, max_bytes_works
 from tonnage.budget.reference.estimation import Estimation, Method, estimation, helix_quota, self_sized_bytes
@@ -22,9 +22,6 @@ from tonnage.errors import DoesNotFit
 from tonnage.layout import KVGroupKind
 from tonnage.terms import Measured
 from tonnage.units import format_bytes
-
-if TYPE_CHECKING:  # the inputs are those of our own policy, which may in turn name this one
-    from tonnage.budget.plan import PlanInputs
 
 #: Chunks that the reference's chunked latent path expands at once.
 CHUNK_BUFFERS = 4
