@@ -52,6 +52,8 @@ PURPOSE = {
     "engine would fail; keep_free_bytes 0 gives it to the cache",
     "foreign": "it is counted so that the cache is not built on memory that is not there",
 }
+#: Lines that have paragraphs of their own.
+TOLD_BEFORE = (LineKind.KV, LineKind.FOREIGN, LineKind.KEEP_FREE)
 #: Where a cap is no matter of memory: what to change instead.
 NO_MEMORY_HELPS = {
     "kv_tokens": "raise kv_tokens",
@@ -132,7 +134,7 @@ def _asked(plan: MemoryPlan) -> Iterator[Paragraph]:
     for name, setting in given:
         yield _told(f"{name} = {setting.text or setting.value} ({origin_text(setting)})")
     if not given:
-        yield _told("nothing else was named, so the cache gets all that the other lines leave")
+        yield _told("Nothing else was named, so the cache gets all that the other lines leave")
     for name in sorted(plan.knobs.disabled_claims):
         yield _told(f"{name}: switched off")
 
@@ -156,7 +158,9 @@ def _subtraction(step: Step, line: Line | None, left: str) -> Paragraph:
     taken = f"{format_bytes(step.operand)} for {step.name}: {step.reason}"
     if line is None:
         return _told(taken, left)
-    return _told(taken, PURPOSE.get(line.name, ""), _known(line), left, details=_details(line))
+    # A line that has grown with the cache shows its details where that is told.
+    details = _details(line) if line.bytes == step.operand else ()
+    return _told(taken, PURPOSE.get(line.name, ""), _known(line), left, details=details)
 
 
 def _details(line: Line) -> Iterator[str]:
@@ -180,7 +184,7 @@ def _known(line: Line) -> str:
 def _became(plan: MemoryPlan) -> Iterator[Paragraph]:
     kv = plan.kv
     pieces = "slabs" if len(kv.layout.groups) > 1 else "blocks"
-    yield _told(f"the cache is cut into {pieces} of {format_bytes(kv.layout.slab_bytes)}" + _per_token(kv))
+    yield _told(f"The cache is cut into {pieces} of {format_bytes(kv.layout.slab_bytes)}" + _per_token(kv))
     details = {child.name: child for line in plan.lines if line.kind == LineKind.KV for child in line.children}
     for group in kv.layout.groups:
         yield _group(group, details.get(group.name))
@@ -189,19 +193,31 @@ def _became(plan: MemoryPlan) -> Iterator[Paragraph]:
             yield _told(f"{format_bytes(step.before)} pay for {plural(step.after, 'token')}: {step.reason}")
         elif step.op == "min tokens":
             yield _told(f"{step.name} allows {plural(step.operand, 'token')}: {step.reason}")
-    told = {step.name for step in plan.steps} | {"left by kv_fraction"}
-    for line in plan.lines:
-        if line.kind in (LineKind.ROUNDING, LineKind.SLACK) and line.bytes and line.name not in told:
-            yield _told(f"{line.name}, {format_bytes(line.bytes)}: {line.reason}")
+    yield from _grown(plan)
     yield _told(
-        f"the result: {plural(kv.tokens, 'token')} in {plural(kv.num_slabs, pieces[:-1])}, room for "
+        f"The result: {plural(kv.tokens, 'token')} in {plural(kv.num_slabs, pieces[:-1])}, room for "
         f"{plural(plan.max_concurrency, 'sequence')} of full length at once"
     )
     if plan.attended_cap is not None:
         yield _told(
-            f"one step may attend to at most {plural(plan.attended_cap, 'token')}: beyond that the scratch of "
+            f"One step may attend to at most {plural(plan.attended_cap, 'token')}: beyond that the scratch of "
             "attention would be too small, so a step that would need more is split, or requests wait"
         )
+
+
+def _grown(plan: MemoryPlan) -> Iterator[Paragraph]:
+    """Lines that the number of tokens decides, beside the cache itself: wholly, or in part."""
+    paid = {step.name: step.operand for step in plan.steps if step.op == "-"}
+    for line in plan.lines:
+        if line.kind in TOLD_BEFORE or line.name == "left by kv_fraction" or line.bytes == paid.get(line.name, 0):
+            continue
+        size = format_bytes(line.bytes)
+        if line.name in paid or line.kind in (LineKind.SCRATCH, LineKind.TABLES):
+            yield _told(
+                f"{line.name}, with the part that grows with the cache, {size}: {line.reason}", details=_details(line)
+            )
+        else:
+            yield _told(f"{line.name}, {size}: {line.reason}")
 
 
 def _per_token(kv: KVPool) -> str:
@@ -231,12 +247,12 @@ def _more(plan: MemoryPlan, more: tuple[str, MemoryPlan] | None) -> Iterator[Par
         gained = plural(again.kv.tokens - plan.kv.tokens, "token")
         now = plural(again.kv.tokens, "token")
         yield _told(
-            f"with one GiB more of {what} the cache would hold {now}, {gained} more",
+            f"With one GiB more of {what} the cache would hold {now}, {gained} more",
             "this was planned again, at the same limits",
         )
     elif binding is not None and binding.name in NO_MEMORY_HELPS:
         helps = NO_MEMORY_HELPS[binding.name]
-        yield _told(f"nothing: {binding.setting} holds the cache back, not memory; for more, {helps}")
+        yield _told(f"Nothing: {binding.setting} holds the cache back, not memory; for more, {helps}")
 
 
 def _not_charged(plan: MemoryPlan) -> Iterator[Paragraph]:
