@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from tonnage.peers.engines import ENGINES, Engine
     from tonnage.peers.equivalent import Equivalent, equivalents
     from tonnage.peers.table import KNOBS, Match, PeerKnob, help_text
-    from tonnage.peers.translate import Translated, parse_like, translate
+    from tonnage.peers.translation import Translated, parse_like, translate
 
 _ROOMS = {
     "engines": ("ENGINES", "Engine"),
     "equivalent": ("Equivalent", "equivalents"),
     "table": ("KNOBS", "Match", "PeerKnob", "help_text"),
-    "translate": ("Translated", "parse_like", "translate"),
+    "translation": ("Translated", "parse_like", "translate"),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
