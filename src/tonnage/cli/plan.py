@@ -9,6 +9,7 @@ import typer
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
+from tonnage.cli.planning import FeatureOptions, Planning, PolicyOptions, RankOptions
 from tonnage.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ def plan(
     device: opt.Device = None,
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
+    features: FeatureOptions,
+    ranks: RankOptions,
+    policy: PolicyOptions,
     like: opt.LikeOptions,
     as_json: opt.AsJson = False,
     explain: Explain = False,
@@ -44,18 +48,17 @@ def plan(
     """
     if explain and as_json:
         raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")
-    knobs, limits = pool.knobs(), pool.limits()
-    card, weights_dtype = card_of(device, memory), pool.weights_dtype()
+    knobs, limits = features.knobs(pool), features.limits(pool)
+    card = card_of(device, memory)
 
-    from tonnage.planner import find_config, plan_without_device
     from tonnage.report import check_writable, plan_text, write_file
 
     if output is not None:
         check_writable(output, force=force, flag="--output")
-    config = find_config(model)
+    planning = Planning.of(model, pool=pool, features=features, ranks=ranks, policy=policy)
 
     def plan_with(knobs: Knobs, limits: LimitKnobs, card: Card = card) -> MemoryPlan:
-        return plan_without_device(config, card=card, knobs=knobs, limit_knobs=limits, dtype=weights_dtype)
+        return planning.plan(knobs, limits, card)
 
     made = plan_like(like.like, knobs, limits, plan_with)
     if output is not None:
@@ -71,6 +74,10 @@ def plan(
         show_reasons(made, card, plan_with)
         return
     show_plan(made, console_for(sys.stdout))
+    if planning.rank.pp > 1:
+        from tonnage.report.stages import show_stages
+
+        show_stages(planning.stages(made.knobs, made.limit_knobs, card), console_for(sys.stdout))
 
 
 def show_reasons(made: MemoryPlan, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]) -> None:

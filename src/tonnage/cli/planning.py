@@ -1,4 +1,7 @@
-"""Options of the verbs that only plan: what requests may ask for, how the model is spread over ranks, which policy."""
+"""Options of the verbs that only plan: what requests may ask for, how the model is spread over ranks, which policy.
+
+``Planning`` is what becomes of them: one object that plans for any knobs, limits and device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ from tonnage.errors import InvalidSetting
 from tonnage.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
-    from tonnage.terms import Rank
+    from collections.abc import Sequence
+
+    from tonnage.budget.reference.knobs import ReferenceKnobs
+    from tonnage.costs.checkpoint import Checkpoint
+    from tonnage.costs.config import ModelConfig
+    from tonnage.hardware import Card
+    from tonnage.terms import MemoryPlan, Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +146,92 @@ class RankOptions:
                 "--stage", stage, f"stages are numbered from 0 to {num_stages - 1}", remedy="leave --stage out"
             )
         return stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """Whose arithmetic: ours, or the reference's with its own knobs."""
+
+    policy: Annotated[Text, option("--policy", "NAME", "own (default), or reference: TensorRT-LLM's derivation.")] = (
+        None
+    )
+    reference: Annotated[
+        list[str] | None,
+        typer.Option("--reference", metavar="KNOB=VALUE", help="A knob of the reference policy; may be repeated."),
+    ] = None
+
+    def knobs(self) -> ReferenceKnobs | None:
+        """The reference's knobs, None under our own policy. Raises ``InvalidSetting``."""
+        name = (self.policy or ("reference" if self.reference else "own")).strip().lower()
+        if name not in ("own", "reference"):
+            raise InvalidSetting("--policy", self.policy, "no such policy", remedy="write own or reference")
+        if name == "own":
+            if self.reference:
+                raise InvalidSetting(
+                    "--reference", self.reference[0], "a knob of the other policy", remedy="add --policy reference"
+                )
+            return None
+        from tonnage.cli.reference import reference_knobs
+
+        return reference_knobs(self.reference or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """Everything a plan depends on but knobs, limits and device. ``stage`` None: the one with the smallest pool."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint | None
+    rank: Rank
+    stage: int | None
+    dtype: str | None
+    backend: str
+    reference: ReferenceKnobs | None
+
+    @classmethod
+    def of(
+        cls, model: str, *, pool: PoolOptions, features: FeatureOptions, ranks: RankOptions, policy: PolicyOptions
+    ) -> Planning:
+        """Raises ``InvalidSetting`` for a text that cannot be read, and whatever the model's files raise."""
+        from tonnage.planner import checkpoint_of, find_config
+
+        rank = ranks.rank()
+        return cls(
+            config=find_config(model),
+            checkpoint=checkpoint_of(model),
+            rank=rank,
+            stage=ranks.shown_stage(rank.pp),
+            dtype=pool.weights_dtype(),
+            backend=features.backend,
+            reference=policy.knobs(),
+        )
+
+    def stages(self, knobs: Knobs, limits: LimitKnobs, card: Card) -> tuple[MemoryPlan, ...]:
+        """One plan for each pipeline stage. Raises as ``plan_ranks``."""
+        from tonnage.planner import plan_ranks
+
+        return plan_ranks(
+            self.config,
+            card=card,
+            knobs=knobs,
+            limit_knobs=limits,
+            rank=self.rank,
+            dtype=self.dtype,
+            backend=self.backend,
+            checkpoint=self.checkpoint,
+            reference=self.reference,
+        )
+
+    def shown(self, stages: Sequence[MemoryPlan]) -> MemoryPlan:
+        """The stage asked for, or the one that the others follow."""
+        if self.stage is not None:
+            return stages[self.stage]
+        follows = {made.rank.index for made in stages if any(cap.name == "ranks" and cap.binding for cap in made.caps)}
+        return next((made for made in stages if made.rank.index not in follows), stages[0])
+
+    def plan(self, knobs: Knobs, limits: LimitKnobs, card: Card) -> MemoryPlan:
+        """The plan of the stage that is shown."""
+        return self.shown(self.stages(knobs, limits, card))
 
 
 def _as_typed(text: Text, flag: str) -> Setting[str]:

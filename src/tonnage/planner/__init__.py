@@ -23,11 +23,12 @@ from tonnage.planner.limits import resolve_limits
 from tonnage.planner.question import Question, answer, listed_claims
 from tonnage.planner.ranks import distinct_ranks, plan_stages
 from tonnage.planner.remedies import with_remedies
-from tonnage.planner.weights import weights_of
+from tonnage.planner.weights import checkpoint_of, weights_of
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
 
 __all__ = [
     "check_knobs",
+    "checkpoint_of",
     "claims_for",
     "find_config",
     "plan_measured",

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from tonnage.costs.checkpoint import Checkpoint
+from pathlib import Path
+
+from tonnage.costs.checkpoint import Checkpoint, read_checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.families import FAMILIES
 from tonnage.costs.price import weights_price
 from tonnage.costs.weights import weights_layout
 from tonnage.terms import Quantity, Rank
+
+
+def checkpoint_of(model: str) -> Checkpoint | None:
+    """What the headers of the files beside MODEL's config.json say; None where MODEL is no folder, or holds none."""
+    path = Path(model).expanduser()
+    try:
+        is_there = path.exists()
+    except OSError:
+        return None
+    if not is_there:
+        return None
+    return read_checkpoint(path if path.is_dir() else path.parent)
 
 
 def weights_of(
