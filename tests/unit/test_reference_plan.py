@@ -207,6 +207,14 @@ def test_the_worked_example():
     assert any("SKIP_KV_CACHE_ESTIMATION" in warning for warning in skipped.warnings)
 
 
+def test_the_page_tells_the_worked_example():
+    text = (Path(__file__).parents[2] / "docs/reference-policy.md").read_text()
+    made = reference_plan(llama(), V1)
+    peak, back, share, _ = made.steps
+    told = [peak.operand, back.operand, back.after, share.after, share.after // 131_072, made.kv.num_slabs]
+    assert [number for number in told if f"{number:,}" not in text] == []
+
+
 def test_resumed_requests_of_the_page_manager():
     made = reference_plan(llama(), V2)
     check(made)
