@@ -61,11 +61,11 @@ class Gather(Scratch):
         return self.base + self.rate * shape.attended_tokens
 
 
-def group(kind: KVGroupKind, name: str, *, window: int | None = None, block_tokens: int = 4) -> KVGroup:
-    part = Part(name="kv", dtype="uint8", shape=(100,), offset_bytes=0)
-    tokens = 0 if kind == KVGroupKind.STATE else block_tokens
+def group(kind: KVGroupKind, name: str, *, window: int | None = None, block_bytes: int = 100) -> KVGroup:
+    part = Part(name="kv", dtype="uint8", shape=(block_bytes,), offset_bytes=0)
+    tokens = 0 if kind == KVGroupKind.STATE else 4
     return KVGroup(
-        name=name, kind=kind, layers=(0,), window=window, block_tokens=tokens, block_bytes=100, parts=(part,)
+        name=name, kind=kind, layers=(0,), window=window, block_tokens=tokens, block_bytes=block_bytes, parts=(part,)
     )
 
 
@@ -74,6 +74,7 @@ LAYOUTS = {
     "dense": (FULL,),
     "windows": (FULL, group(KVGroupKind.WINDOW, "window", window=16)),
     "states": (FULL, group(KVGroupKind.STATE, "state")),
+    "padded": (FULL, group(KVGroupKind.WINDOW, "window", window=16, block_bytes=90)),
     "encoder": (FULL, group(KVGroupKind.CROSS, "cross")),
     "latent": (group(KVGroupKind.LATENT, "latent"),),
 }
@@ -157,7 +158,8 @@ def check(made: MemoryPlan) -> None:
     binding = [cap for cap in made.caps if cap.binding]
     assert [cap.kv_bytes for cap in binding] == [made.kv.bytes]
     assert all(cap.kv_bytes >= made.kv.bytes and cap.reason for cap in made.caps)
-    assert made.kv.bytes == made.kv.num_slabs * made.kv.layout.slab_bytes == made.bytes_of(LineKind.KV)
+    padding = sum(line.bytes for line in made.lines if line.name == "padding")
+    assert made.kv.bytes == made.kv.num_slabs * made.kv.layout.slab_bytes == made.bytes_of(LineKind.KV) + padding
 
 
 def of(kind: str, knobs: ReferenceKnobs) -> ReferenceKnobs:
@@ -400,6 +402,14 @@ def test_more_is_never_less(kind, knobs, data):
             return 0
 
     assert tokens(knobs) <= tokens(replace(knobs, **more))
+
+
+def test_states_of_every_pipeline_stage():
+    one, two = (
+        reference_plan(inputs("states", measured=replace(measured(), rank=Rank(size=pp, pp=pp))), V2) for pp in (1, 2)
+    )
+    check(two)
+    assert one.kv.bytes - two.kv.bytes == pytest.approx(400, abs=100)
 
 
 def test_equal_shares_leave_what_short_windows_do_not_fill():

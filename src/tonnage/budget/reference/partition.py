@@ -54,7 +54,7 @@ def partition(
     base  what was measured, as lines without any claim;  is_profiled: the transient is in the reference's peak
     """
     foreign = _line("foreign", measured.foreign_bytes, LineKind.FOREIGN, Maker.FOREIGN, "other processes")
-    kept = [*(base.line(kind) for kind in _SUMMED), foreign, _kv_line(pool)]
+    kept = [*(base.line(kind) for kind in _SUMMED), foreign, *_kv_lines(pool)]
     charged = [*sides.peak, *sides.pool, *_workspace(sides, pool)]
     on_slack: list[Line] = []
     (kept if is_profiled else on_slack).append(base.line(LineKind.TRANSIENT))
@@ -121,14 +121,28 @@ def _per_block(sides: Sides, pool: Pool) -> list[Line]:
     return [claim_line(claim, num_bytes=each * slabs) for claim, each in sizes]
 
 
-def _kv_line(pool: Pool) -> Line:
-    slabs = pool.price.num_slabs(pool.units)
-    low, high = pool.bar
-    size = pool.kv_bytes
-    known = Quantity(bytes=size, low=min(low, size), high=max(high, size), source=Source.DERIVED, ref=_KV_REF)
-    blocks = f"{counted(slabs, 'block')} of {format_bytes(pool.price.slab_bytes)}"
-    reason = "; ".join(part for part in (blocks, pool.note) if part)
-    return quantity_line("kv", known, kind=LineKind.KV, maker=Maker.ARENA, reason=reason)
+def _kv_lines(pool: Pool) -> list[Line]:
+    """What is in use in the slabs, by group where several share the pool, and what is not."""
+    price, padding = pool.price, pool.price.padding_bytes(pool.units)
+    size, (low, high) = pool.kv_bytes - padding, pool.bar
+    known = Quantity(
+        bytes=size, low=max(0, min(low - padding, size)), high=max(high - padding, size), source=_DERIVED, ref=_KV_REF
+    )
+    groups = tuple(
+        _exact(group.group.name, LineKind.KV, price.group_bytes(group, pool.units), "its blocks in the slabs of all")
+        for group in price.groups
+    )
+    blocks = f"{counted(price.num_slabs(pool.units), 'block')} of {format_bytes(price.slab_bytes)}"
+    line = quantity_line(
+        "kv",
+        known,
+        kind=LineKind.KV,
+        maker=Maker.ARENA,
+        reason="; ".join(part for part in (blocks, pool.note) if part),
+        children=groups if len(groups) > 1 else (),
+    )
+    why = "blocks of different groups share equal slabs, and not every one fills its slab"
+    return [line, *([_exact("padding", LineKind.ROUNDING, padding, why)] if padding else [])]
 
 
 def _page_rounding(base: Charges, pool: Pool) -> Line:
@@ -155,8 +169,9 @@ def _line(name: str, quantity: Quantity, kind: LineKind, maker: Maker, reason: s
 
 
 def _exact(name: str, kind: LineKind, num_bytes: int, reason: str) -> Line:
-    return _line(name, Quantity.exact(num_bytes, Source.DERIVED, ""), kind, Maker.ARENA, reason)
+    return _line(name, Quantity.exact(num_bytes, _DERIVED, ""), kind, Maker.ARENA, reason)
 
 
 _EXPLAINED = "a plan explains every byte; a run may not"
+_DERIVED = Source.DERIVED
 _KV_REF = "the reference's derivation; low and high follow what was measured"

@@ -19,7 +19,6 @@ from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.reference.mla import cap_warning
 from tonnage.budget.reference.pages import agreed_cap
 from tonnage.budget.reference.partition import Pool, partition
-from tonnage.budget.reference.pool import quota
 from tonnage.budget.reference.solve import Asked, Solved, solve
 from tonnage.budget.reference.steps import caps_of, steps_of
 from tonnage.budget.reference.tokens import resumable_tokens
@@ -158,8 +157,8 @@ def _resumed(asked: Asked, solved: Solved) -> str:
     """V2 keeps part of its quota for what running requests still need."""
     if asked.knobs.manager == "V1":
         return ""
-    cost, share = quota(asked.inputs.layout, asked.inputs.limits), asked.knobs.max_util_for_resume
-    tokens = resumable_tokens(cost, solved.found.pool_bytes, resume_fraction=share)
+    share = asked.knobs.max_util_for_resume
+    tokens = resumable_tokens(asked.cache.quota_cost(), solved.found.pool_bytes, resume_fraction=share)
     return f"resumed requests may fill {tokens:,} tokens, {share} of the quota"
 
 

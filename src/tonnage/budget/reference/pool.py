@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,27 +16,63 @@ from tonnage.config import Limits
 from tonnage.layout import KVGroup, KVGroupKind, KVLayout
 from tonnage.units import ceil_div
 
-
-def budget_cost(layout: KVLayout, limits: Limits, *, manager: Manager) -> Cost:
-    """What the derivation counts with. V1 takes windows for full attention; V2 puts them into the intercept."""
-    growing = (KVGroupKind.FULL, KVGroupKind.LATENT)
-    kinds = (*growing, KVGroupKind.WINDOW) if manager == "V1" else growing
-    fixed = _states(layout, limits, manager)
-    if manager == "V2":
-        fixed += limits.max_batch_size * _resident_bytes(layout)
-    return Cost(slope=_slope(layout, kinds), intercept=fixed, name=manager)
+_GROWING = (KVGroupKind.FULL, KVGroupKind.LATENT)
 
 
-def quota(layout: KVLayout, limits: Limits) -> Cost:
-    """V2's own cost, windows as bounded segments; states beside it."""
-    cost = quota_cost(
-        full=_slope(layout, (KVGroupKind.FULL, KVGroupKind.LATENT)),
-        prefill=_slope(layout, (KVGroupKind.WINDOW,)),
-        fixed=_resident_bytes(layout),
-        num_sequences=limits.max_batch_size,
-        step_tokens=limits.max_num_tokens,
-    )
-    return cost + Cost(slope=0, intercept=_states(layout, limits, "V2"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """A layout of ours as the reference prices it. Each of ``pp`` pipeline stages keeps a batch of states."""
+
+    layout: KVLayout
+    limits: Limits
+    pp: int = 1
+
+    def budget_cost(self, manager: Manager) -> Cost:
+        """What the derivation counts with. V1 takes windows for full attention, V2 puts them into the intercept."""
+        if manager == "V1":
+            slope = self._slope(*_GROWING, KVGroupKind.WINDOW)
+            return Cost(slope=slope, intercept=self.state_bytes("V1"), name="V1")
+        fixed = self.limits.max_batch_size * self._resident_bytes()
+        return Cost(slope=self._slope(*_GROWING), intercept=fixed + self.state_bytes("V2"), name="V2")
+
+    def quota_cost(self) -> Cost:
+        """V2's own cost, windows as bounded segments; states beside it."""
+        cost = quota_cost(
+            full=self._slope(*_GROWING),
+            prefill=self._slope(KVGroupKind.WINDOW),
+            fixed=self._resident_bytes(),
+            num_sequences=self.limits.max_batch_size,
+            step_tokens=self.limits.max_num_tokens,
+        )
+        return cost + Cost(slope=0, intercept=self.state_bytes("V2"))
+
+    def state_bytes(self, manager: Manager) -> int:
+        """Slots of recurrent states; V2's budget knows of the one that pads captured steps, V1's does not."""
+        slots = self.limits.max_batch_size * self.pp + (SPARE_STATES if manager == "V2" else 0)
+        return slots * sum(group.block_bytes for group in self._of(KVGroupKind.STATE))
+
+    def window_bytes(self) -> dict[int, int]:
+        """V1's pools: bytes a token of all layers with one window; full attention has the longest sequence's."""
+        longest, sizes = self.limits.max_seq_len, dict[int, Fraction]()
+        for group in self._of(*_GROWING, KVGroupKind.WINDOW):
+            window = min(group.window or longest, longest)
+            sizes[window] = sizes.get(window, Fraction(0)) + Fraction(group.block_bytes, group.block_tokens)
+        return {window: math.ceil(size) for window, size in sizes.items()}
+
+    def has(self, *kinds: KVGroupKind) -> bool:
+        return any(True for _ in self._of(*kinds))
+
+    def _of(self, *kinds: KVGroupKind) -> Iterator[KVGroup]:
+        return (group for group in self.layout.groups if group.kind in kinds)
+
+    def _slope(self, *kinds: KVGroupKind) -> int:
+        each = [Fraction(group.block_bytes, group.block_tokens) for group in self._of(*kinds)]
+        return math.ceil(sum(each, start=Fraction(0)))
+
+    def _resident_bytes(self) -> int:
+        """Whole pages of the windows of one sequence."""
+        windows = self._of(KVGroupKind.WINDOW)
+        return sum(ceil_div(group.window or 0, group.block_tokens) * group.block_bytes for group in windows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +87,24 @@ class Sized:
     limit: str = ""
 
 
-def sized(
-    pool_bytes: int, max_tokens: int | None, knobs: ReferenceKnobs, layout: KVLayout, limits: Limits, *, free_bytes: int
-) -> Sized:
+def sized(pool_bytes: int, max_tokens: int | None, knobs: ReferenceKnobs, cache: Cache, *, free_bytes: int) -> Sized:
     """The bytes of the derivation as tokens, by the manager's own rules.
 
     ``max_tokens`` is what the derivation told V1, None where there was none; ``free_bytes`` are free when the final
     pool is built.
     """
     if knobs.manager == "V2":
-        cost = quota(layout, limits)
+        cost = cache.quota_cost()
         held = v2_quota(knobs, cost, pool_bytes=pool_bytes)
         return Sized(pool_bytes=held, tokens=cost.units_within(held))
-    if any(group.kind == KVGroupKind.WINDOW for group in layout.groups):
-        return _equal_shares(pool_bytes, layout, limits, knobs)
-    runtime = budget_cost(layout, limits, manager="V1")
+    if cache.has(KVGroupKind.WINDOW):
+        return _equal_shares(pool_bytes, knobs, cache)
+    runtime = cache.budget_cost("V1")
     if runtime.intercept:
-        blocks, _ = v1_hybrid_blocks(pool_bytes, runtime, num_sequences=limits.max_batch_size, block_tokens=1)
-        return Sized(pool_bytes=pool_bytes, tokens=blocks)
+        tokens, _ = v1_hybrid_blocks(
+            pool_bytes, runtime, num_sequences=cache.limits.max_batch_size * cache.pp, block_tokens=1
+        )
+        return Sized(pool_bytes=pool_bytes, tokens=tokens)
     fraction = knobs.free_gpu_memory_fraction
     tokens = v1_uniform_tokens(
         max_tokens, free_bytes=free_bytes, fraction=fraction, runtime_bytes_per_token=runtime.slope
@@ -84,34 +121,9 @@ def largest_pool(price: PoolPrice, found: Sized) -> int:
     return units if found.tokens == math.inf else min(units, int(found.tokens) // price.local_tokens)
 
 
-def _equal_shares(pool_bytes: int, layout: KVLayout, limits: Limits, knobs: ReferenceKnobs) -> Sized:
+def _equal_shares(pool_bytes: int, knobs: ReferenceKnobs, cache: Cache) -> Sized:
     """V1's variable windows: the tokens of the longest, from its share of the bytes."""
-    sizes: dict[int, Fraction] = {}
-    for group in layout.groups:
-        if group.kind in (KVGroupKind.FULL, KVGroupKind.LATENT, KVGroupKind.WINDOW):
-            window = min(group.window or limits.max_seq_len, limits.max_seq_len)
-            sizes[window] = sizes.get(window, Fraction(0)) + Fraction(group.block_bytes, group.block_tokens)
-    layer_bytes = {window: math.ceil(size) for window, size in sizes.items()}
-    left = pool_bytes - _states(layout, limits, "V1")
-    blocks = window_blocks(layer_bytes, pool_bytes=max(0, left), block_tokens=1, shares=knobs.environment.window_shares)
+    left = max(0, pool_bytes - cache.state_bytes("V1"))
+    shares = knobs.environment.window_shares
+    blocks = window_blocks(cache.window_bytes(), pool_bytes=left, block_tokens=1, shares=shares)
     return Sized(pool_bytes=pool_bytes, tokens=blocks[max(blocks)], limit="equal shares of windows")
-
-
-def _slope(layout: KVLayout, kinds: tuple[KVGroupKind, ...]) -> int:
-    each = [Fraction(group.block_bytes, group.block_tokens) for group in layout.groups if group.kind in kinds]
-    return math.ceil(sum(each, start=Fraction(0)))
-
-
-def _resident_bytes(layout: KVLayout) -> int:
-    """Whole pages of the windows of one sequence."""
-    return sum(_window_blocks(group) * group.block_bytes for group in layout.groups if group.kind == KVGroupKind.WINDOW)
-
-
-def _window_blocks(group: KVGroup) -> int:
-    return ceil_div(group.window or 0, group.block_tokens)
-
-
-def _states(layout: KVLayout, limits: Limits, manager: Manager) -> int:
-    """Slots of recurrent states; V2's budget knows of the one that pads captured steps, V1's does not."""
-    slots = limits.max_batch_size + (SPARE_STATES if manager == "V2" else 0)
-    return slots * sum(group.block_bytes for group in layout.groups if group.kind == KVGroupKind.STATE)

@@ -13,7 +13,7 @@ from tonnage.budget.reference.estimation import Estimation, Method, estimation, 
 from tonnage.budget.reference.knobs import ReferenceKnobs, cross_fraction
 from tonnage.budget.reference.measure import ProbeReading, unprofiled_reading
 from tonnage.budget.reference.mla import WorkspaceReserve, attended_worst_case
-from tonnage.budget.reference.pool import Sized, budget_cost, largest_pool, sized
+from tonnage.budget.reference.pool import Cache, Sized, largest_pool, sized
 from tonnage.budget.reference.probe import LONG_PROBE_SM, long_mla_probe
 from tonnage.budget.reference.sides import Sides, sides, uncharged
 from tonnage.budget.reference.split import encoder_and_decoder
@@ -37,8 +37,8 @@ class Asked:
     is_chunk_bounded: bool = True
 
     @property
-    def has_cross(self) -> bool:
-        return any(group.kind == KVGroupKind.CROSS for group in self.inputs.layout.groups)
+    def cache(self) -> Cache:
+        return Cache(layout=self.inputs.layout, limits=self.inputs.limits, pp=self.inputs.measured.rank.pp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def solve(asked: Asked, measured: Measured) -> Solved:
     inputs, knobs = asked.inputs, asked.knobs
     how = estimation(
         knobs,
-        is_encoder_decoder=asked.has_cross,
+        is_encoder_decoder=asked.cache.has(KVGroupKind.CROSS),
         context_parallel="helix" if measured.rank.cp > 1 else "none",
         backend=asked.backend,
     )
@@ -88,8 +88,6 @@ def solve(asked: Asked, measured: Measured) -> Solved:
     price = PoolPrice.of(inputs.layout, base, limits=inputs.limits, page_bytes=inputs.page_bytes, cp=measured.rank.cp)
     cross = _cross_bytes(asked, price, derived.pool_bytes)
     found = _sized(asked, knobs, derived, price, cross_bytes=cross, free_bytes=free)
-    kinds = {group.kind for group in inputs.layout.groups}
-    variable, hybrid = KVGroupKind.WINDOW in kinds, KVGroupKind.STATE in kinds
     units = largest_pool(price, found)
     if inputs.ranks_tokens is not None:
         units = min(units, inputs.ranks_tokens // price.block_tokens)
@@ -102,7 +100,11 @@ def solve(asked: Asked, measured: Measured) -> Solved:
         found=found,
         units=units,
         cross_bytes=cross,
-        obeys_byte_cap=max_bytes_works(knobs.manager, is_variable_window=variable, is_hybrid=hybrid),
+        obeys_byte_cap=max_bytes_works(
+            knobs.manager,
+            is_variable_window=asked.cache.has(KVGroupKind.WINDOW),
+            is_hybrid=asked.cache.has(KVGroupKind.STATE),
+        ),
     )
 
 
@@ -127,14 +129,13 @@ def used_bytes(measured: Measured) -> int:
 
 def _derived(asked: Asked, measured: Measured, claimed: Sides, *, is_profiled: bool) -> Derivation:
     """Probed or not, reserves and caps are the same."""
-    inputs, knobs = asked.inputs, asked.knobs
     reading = reading_of(measured)
     if not is_profiled:
         reading = unprofiled_reading(total_bytes=measured.device_bytes, used_bytes=used_bytes(measured))
     return derive(
         reading,
-        knobs,
-        budget_cost(inputs.layout, inputs.limits, manager=knobs.manager),
+        asked.knobs,
+        asked.cache.budget_cost(knobs.manager),
         peak_reserves_bytes=claimed.peak_bytes,
         pool_reserves_bytes=claimed.pool_bytes,
         workspace_bytes_per_token=claimed.workspace_rate,
@@ -190,7 +191,7 @@ def _self_sized(how: Estimation, knobs: ReferenceKnobs, measured: Measured, free
 
 def _cross_bytes(asked: Asked, price: PoolPrice, pool_bytes: int) -> int:
     """The encoder's share of the pool. Raises ``DoesNotFit`` where it does not hold every sequence's encoder tokens."""
-    share = cross_fraction(asked.knobs, is_encoder_decoder=asked.has_cross)
+    share = cross_fraction(asked.knobs, is_encoder_decoder=asked.cache.has(KVGroupKind.CROSS))
     if share is None:
         return 0
     cross, _ = encoder_and_decoder(pool_bytes, share)
@@ -216,12 +217,11 @@ def _sized(
     free_bytes: int,
 ) -> Sized:
     """The text's own pool; the encoder's slabs are added to its bytes, since ours lie in the same array."""
-    layout, limits = asked.inputs.layout, asked.inputs.limits
     text_bytes = derived.pool_bytes - cross_bytes
     told = derived.max_tokens if knobs.manager == "V1" else None
     if told is not None and cross_bytes:
-        told = min(told, tokens_for_budget(budget_cost(layout, limits, manager="V1"), text_bytes))
-    found = sized(text_bytes, told, knobs, layout, limits, free_bytes=free_bytes)
+        told = min(told, tokens_for_budget(asked.cache.budget_cost("V1"), text_bytes))
+    found = sized(text_bytes, told, knobs, asked.cache, free_bytes=free_bytes)
     return replace(
         found,
         pool_bytes=found.pool_bytes + _cross_slabs(price) * price.slab_bytes,
