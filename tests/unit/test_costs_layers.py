@@ -281,7 +281,8 @@ def test_searched_architectures_name_each_layer():
 
 def test_compressed_attention():
     raw = {**BASE, "model_type": "deepseek_v4", "num_key_value_heads": 1, "head_dim": 512, "sliding_window": 128,
-           "compress_ratios": [0, 128, 4, 128, 4, 128, 4, 0], "n_routed_experts": 4, "moe_intermediate_size": 64}  # fmt: skip
+           "compress_ratios": [0, 128, 4, 128, 4, 128, 4, 0], "n_routed_experts": 4,
+           "moe_intermediate_size": 64}  # fmt: skip
     made = ModelConfig.from_dict(raw, name="v4")
     assert [layer.beside.compress_ratio if layer.beside else 0 for layer in made.layers] == raw["compress_ratios"]
     assert [layer.beside.index_head_dim if layer.beside else 0 for layer in made.layers] == [
@@ -394,7 +395,8 @@ def test_experts(model_type, changes, experts):
     part = config(model_type, **changes).layers[-1].feed_forward
     assert isinstance(part, Experts)
     assert experts == (
-        part.num_experts, part.num_experts_per_token, part.intermediate_size, part.shared_intermediate_size, part.is_gated
+        part.num_experts, part.num_experts_per_token, part.intermediate_size, part.shared_intermediate_size,
+        part.is_gated,
     )  # fmt: skip
 
 
@@ -423,8 +425,8 @@ def test_draft_layers(name):
 
 def test_recurrent_sizes():
     delta = config("qwen3_next", **DELTA).layers[0].mixer
-    assert delta == Recurrent(kind="gated_delta", num_heads=4, head_dim=8, state_size=16, conv_channels=2 * 2 * 16 + 4 * 8,
-                              conv_kernel=4, num_groups=2)  # fmt: skip
+    assert delta == Recurrent(kind="gated_delta", num_heads=4, head_dim=8, state_size=16,
+                              conv_channels=2 * 2 * 16 + 4 * 8, conv_kernel=4, num_groups=2)  # fmt: skip
     mamba = config("bamba", **MAMBA, attn_layer_indices=[1]).layers[0].mixer
     assert mamba == Recurrent(kind="mamba2", num_heads=8, head_dim=64, state_size=16, conv_channels=8 * 64 + 2 * 2 * 16,
                               conv_kernel=4, num_groups=2)  # fmt: skip
