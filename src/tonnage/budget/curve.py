@@ -15,20 +15,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isqrt
 
-from tonnage.budget.charges import RatedClaim
+from tonnage.budget.charges import RatedClaim, charges
 from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.plan import plan
 from tonnage.budget.pool import POOL_CAPS, PoolPrice
 from tonnage.budget.solve import Solved, solve
 from tonnage.config import Origin, Setting
 from tonnage.errors import DoesNotFit
-from tonnage.terms import Claim, LineKind, MemoryPlan
+from tonnage.terms import Claim, LineKind, MemoryPlan, Rank
 from tonnage.units import ceil_div
 
 CURVE_SCHEMA = "tonnage.curve/1"
 #: How often the way from the least to the most attended tokens is halved, and parts of the second picture's axis.
 HALVINGS, NUM_COLUMNS = 5, 64
-ONE_REQUEST, CURRENT, WORST_CASE = "one request", "current setting", "worst case"
+ONE_REQUEST, CURRENT, FAIR_SHARE, WORST_CASE = "one request", "current setting", "fair share", "worst case"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +99,7 @@ class Curve:
     schema: str = CURVE_SCHEMA
     model_name: str
     device_name: str
+    rank: Rank
     max_seq_len: int
     max_batch_size: int
     attended: AttendedCurve | None
@@ -111,6 +112,7 @@ def curve(inputs: PlanInputs) -> Curve:
     return Curve(
         model_name=inputs.model_name,
         device_name=inputs.device_name,
+        rank=inputs.measured.rank,
         max_seq_len=inputs.limits.max_seq_len,
         max_batch_size=inputs.limits.max_batch_size,
         attended=attended_curve(inputs) if _growing(inputs) else None,
@@ -123,12 +125,13 @@ def attended_curve(inputs: PlanInputs) -> AttendedCurve:
     least = inputs.limits.max_seq_len
     most = inputs.limits.max_batch_size * least
     now = min(max(inputs.knobs.attended_tokens.or_else(most), least), most)
-    special = {least, most, now}
-    if (made := _planned(inputs, most)) is not None and made.attended_cap is not None:
-        special.add(max(least, made.attended_cap))  # from here on the curve is flat
+    special = {ONE_REQUEST: least, CURRENT: now, WORST_CASE: most}
+    made = _planned(inputs, most)
+    if made is not None and made.attended_cap is not None and least < made.attended_cap < most:
+        special[FAIR_SHARE] = made.attended_cap  # from here on the curve is flat
     points, refused = [], []
-    for tokens in sorted({*_geometric(least, most, HALVINGS), *special}):
-        marks = tuple(name for name, at in ((ONE_REQUEST, least), (CURRENT, now), (WORST_CASE, most)) if at == tokens)
+    for tokens in sorted({*_geometric(least, most, HALVINGS), *special.values()}):
+        marks = tuple(name for name, at in special.items() if at == tokens)
         made = _planned(inputs, tokens)
         if made is None:
             refused.append(tokens)
@@ -152,7 +155,7 @@ def lent_tokens(inputs: PlanInputs) -> int | None:
         replace(claim, applies=False, because="lent") if _key(claim) in lent - kept else claim
         for claim in inputs.claims
     )
-    return plan(_capped(replace(inputs, claims=rest))).kv.tokens
+    return plan(replace(inputs, claims=rest)).kv.tokens
 
 
 def stack(solved: Solved) -> Stack:
@@ -223,14 +226,9 @@ def _planned(inputs: PlanInputs, attended_tokens: int) -> MemoryPlan | None:
         return None
 
 
-def _capped(inputs: PlanInputs) -> PlanInputs:
-    """The same question where growing scratch shares the budget, whatever was asked."""
-    return replace(inputs, knobs=replace(inputs.knobs, scratch=Setting()))
-
-
 def _growing(inputs: PlanInputs) -> tuple[RatedClaim, ...]:
-    """Scratch that grows with attended tokens, the one of the highest rate for each arena."""
-    return solve(_capped(inputs)).charged.rated
+    """Scratch that grows with attended tokens, the one of the highest rate for each arena; whatever the policy."""
+    return charges(inputs.measured, inputs.claims, limits=inputs.limits, chip=inputs.chip).rated
 
 
 def _key(claim: Claim) -> str:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
-from tonnage.cli.plan import card_of
+from tonnage.cli.plan import card_of, plan_like
+from tonnage.cli.planning import FeatureOptions, Planning, PolicyOptions, RankOptions
+
+if TYPE_CHECKING:
+    from tonnage.config import Knobs, LimitKnobs
+    from tonnage.terms import MemoryPlan
 
 
 @grouped
@@ -16,24 +22,41 @@ def curve(
     device: opt.Device = None,
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
+    features: FeatureOptions,
+    ranks: RankOptions,
+    like: opt.LikeOptions,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Draw how cache and scratch share a device's memory, before choosing.
+    """Draw how cache and scratch share a device's memory.
 
     MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage curve ./llama-3.1-8b --device H100
     """
-    knobs, limits = pool.knobs(), pool.limits()
-    card, weights_dtype = card_of(device, memory), pool.weights_dtype()
+    knobs, limits = features.knobs(pool), features.limits(pool)
+    card = card_of(device, memory)
+    planning = Planning.of(model, pool=pool, features=features, ranks=ranks, policy=PolicyOptions())
 
-    from tonnage.planner import find_config
     from tonnage.planner.curve import curve_without_device
     from tonnage.report.curve_table import curve_text, show_curve
 
-    made = curve_without_device(find_config(model), card=card, knobs=knobs, limit_knobs=limits, dtype=weights_dtype)
+    def plan_with(knobs: Knobs, limits: LimitKnobs) -> MemoryPlan:
+        return planning.plan(knobs, limits, card)
+
+    # The plan first: it chooses the stage, translates other engines' knobs, and refuses with remedies.
+    made = plan_like(like.like, knobs, limits, plan_with)
+    drawn = curve_without_device(
+        planning.config,
+        card=card,
+        knobs=made.knobs,
+        limit_knobs=made.limit_knobs,
+        rank=made.rank,
+        dtype=planning.dtype,
+        backend=planning.backend,
+        checkpoint=planning.checkpoint,
+    )
     if as_json:
-        print(curve_text(made), end="")
+        print(curve_text(drawn), end="")
         return
 
     from tonnage.report.draw import console_for
 
-    show_curve(made, console_for(sys.stdout))
+    show_curve(drawn, console_for(sys.stdout))

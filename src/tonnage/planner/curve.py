@@ -9,6 +9,7 @@ from typing import Any
 from tonnage.budget.curve import Curve, curve
 from tonnage.budget.plan import PlanInputs, plan
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting
+from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import UserError
 from tonnage.hardware import Card
@@ -40,10 +41,13 @@ def curve_without_device(
     rank: Rank | None = None,
     dtype: str | None = None,
     backend: str = "sdpa",
+    checkpoint: Checkpoint | None = None,
 ) -> Curve:
-    """Both pictures of the question that ``plan_without_device`` answers. Raises as that does."""
+    """Both pictures of the question that ``plan_without_device`` answers, for one rank as if it were alone. Raises as
+    that does."""
     asked: dict[str, Any] = {
         "card": card, "knobs": knobs, "limit_knobs": limit_knobs, "rank": rank, "dtype": dtype, "backend": backend,
+        "checkpoint": checkpoint,
     }  # fmt: skip
     made = plan_without_device(config, **asked)
     return curve(inputs_of(_question(config, **asked), made))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tonnage.budget.curve import (
     CURRENT,
+    FAIR_SHARE,
     NUM_COLUMNS,
     ONE_REQUEST,
     WORST_CASE,
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: The character under the axis for each mark; where two meet the later one is shown.
-MARKS = {WORST_CASE: "w", ONE_REQUEST: "1", CURRENT: "c"}
+MARKS = {WORST_CASE: "w", FAIR_SHARE: "f", ONE_REQUEST: "1", CURRENT: "c"}
 WHAT = {
-    ONE_REQUEST: "the least: a sequence of full length must always pass",
-    CURRENT: "the plan as it is asked for",
-    WORST_CASE: "every running sequence at full length at once",
+    ONE_REQUEST: "the least: one full sequence",
+    CURRENT: "what was asked, or the default",
+    FAIR_SHARE: "beyond it nothing changes",
+    WORST_CASE: "all sequences, each full",
 }
 LENT = (
     "lent: what the pool would hold while no step uses that scratch, if its bytes went to cached blocks meanwhile; "
@@ -54,6 +56,8 @@ def curve_parts(curve: Curve, console: Console) -> list[RenderableType]:
     from rich.text import Text
 
     head = Text.assemble((curve.model_name, "bold"), " on ", (curve.device_name, "bold"))
+    if curve.rank.size > 1:
+        head.append(f", rank {curve.rank.index} of {curve.rank.size}")
     head.append(f": {plural(curve.max_batch_size, 'sequence')} of up to {plural(curve.max_seq_len, 'token')}")
     parts: list[RenderableType] = [head]
     if curve.attended is None:
@@ -116,7 +120,7 @@ def points_table(drawn: AttendedCurve) -> Table:
     """The points with a name, some of those between them, and the lent level."""
     rows = [_row(point) for point in drawn.points if point.marks or point in drawn.points[4:-4:8]]
     if drawn.lent_tokens is not None:
-        rows.append(("-", f"{drawn.lent_tokens:,}", "-", "-", "lent", "while no step uses that scratch"))
+        rows.append(("-", f"{drawn.lent_tokens:,}", "-", "-", "lent", "while nobody uses scratch"))
     columns = ["attended>", "cache tokens>", "cap>", "scratch>", "mark", "what"]
     return grid(columns, rows, title="Points of the curve")
 
