@@ -102,7 +102,7 @@ def test_no_slab_at_all_loses_less(key, tp):
 @given(stacks=STACKS)
 def test_of_the_candidates_the_best_is_taken(stacks):
     table = price_of_a_table(stacks)
-    blocks = {size * stack.unit_bytes for stack in stacks for size in range(1, stack.num_layers + 1)}
+    blocks = {max(sizes(s.num_layers, n)) * s.unit_bytes for s in stacks for n in range(1, s.num_layers + 1)}
     floor = max(stack.unit_bytes for stack in stacks)
     candidates = blocks | {ceil_div(max(low, floor), block) * block for low in blocks for block in blocks}
     found = [least(stacks, slab, table) for slab in candidates]

@@ -90,18 +90,19 @@ class _Choice:
 
 def _best(stacks: Sequence[Stack], slabs: Sequence[int], table: int, best: _Choice | None) -> _Choice | None:
     """The best of these slabs, in ascending order, and of ``best``."""
-    ends = sum(stack.num_ends for stack in stacks)
+    ends = [stack.num_ends for stack in stacks]
+    left = [sum(ends[i:]) for i in range(len(stacks) + 1)]
     for slab in slabs:
-        if best is not None and ends * slab > best.loss:
+        if best is not None and left[0] * slab > best.loss:
             break  # half a block of every stack is lost whatever its groups
         total, groups = 0, []
-        for stack in stacks:
+        for i, stack in enumerate(stacks):
             lost, split = _best_split(stack, slab, table)
             if lost is None:
                 break
             total += lost
             groups.append(split)
-            if best is not None and total > best.loss:
+            if best is not None and total + left[i + 1] * slab > best.loss:
                 break
         else:
             choice = _Choice(total, slab, tuple(groups))
@@ -147,10 +148,16 @@ def splits(num_layers: int) -> tuple[int, ...]:
 
 
 def _best_split(stack: Stack, slab_bytes: int, table: int) -> tuple[int | None, int]:
-    """(loss, number of groups), the fewest groups among equals."""
+    """(loss, number of groups), the fewest groups among equals. Of states, the fewest groups that fit lose least."""
+    if not stack.unit_tokens:
+        most_layers = slab_bytes // stack.unit_bytes
+        groups = ceil_div(stack.num_layers, most_layers) if most_layers else 0
+        return (2 * (groups * slab_bytes - stack.num_layers * stack.unit_bytes), groups) if groups else (None, 0)
     best: int | None = None
     chosen = 0
     for groups in splits(stack.num_layers):
+        if best is not None and groups * table >= best:
+            break  # page tables alone cost more from here on
         found = loss(stack, groups, slab_bytes, table)
         if found is not None and (best is None or found < best):
             best, chosen = found, groups
