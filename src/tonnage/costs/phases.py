@@ -42,8 +42,8 @@ class Phase:
 
     name: str
     bytes: int
-    low: int
-    high: int
+    low: Fraction
+    high: Fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ class Setting:
     traits: Traits
 
 
-def _phase(name: str, best: int, low: int, high: int | None = None) -> Phase:
-    top = int(best * _COUNTED) if high is None else high
-    return Phase(name=name, bytes=best, low=min(low, best), high=max(top, best))
+def _phase(name: str, best: int, low: int, high: Fraction | None = None) -> Phase:
+    top = best * _COUNTED if high is None else high
+    return Phase(name=name, bytes=best, low=Fraction(min(low, best)), high=max(top, Fraction(best)))
 
 
 def expert_phases(part: Experts, at: Setting) -> Iterator[Phase]:
@@ -73,6 +73,8 @@ def expert_phases(part: Experts, at: Setting) -> Iterator[Phase]:
     hidden, word = at.hidden, at.word
     inner, each = ceil_div(part.intermediate_size, at.cut.expert_inner), part.num_experts_per_token
     base = (at.always + hidden) * word
+    if at.traits.shared_gate:
+        base += hidden * word  # these classes run the shared experts first and keep the result
     routing = part.num_experts * _FLOAT + each * (4 * _LONG + 2 * _FLOAT)
     ups = 2 if part.is_gated else 1
     sorted_rows = hidden + (ups + 2 if part.is_gated else 2) * inner
@@ -83,7 +85,8 @@ def expert_phases(part: Experts, at: Setting) -> Iterator[Phase]:
     fused = each * (max(ups * inner, hidden) + inner) * word + hidden * word
     most = each * max(sorted_rows * word, 2 * hidden * (word + _FLOAT))
     dealt = at.cut.inner if at.cut.attention < at.cut.inner else 1
-    yield _phase("experts", base + routing + rows, base + fused, base + routing + most * dealt)
+    high = (base + routing + most * dealt) * _COUNTED
+    yield _phase("experts", base + routing + rows, base + fused, high)
     if part.shared_intermediate_size:
         shared = ceil_div(part.shared_intermediate_size, at.cut.inner)
         best = base + (hidden + (ups + 1) * shared) * word
@@ -130,7 +133,7 @@ def _delta(mixer: Recurrent, at: Setting) -> Phase:
     kernels = (window + 3 * key + 4 * value + states) * word + heads * _DELTA_CHUNK * (word + _FLOAT)
     reference = (value + window + 2 * key) * word + (5 * value + 5 * key + 3 * heads * _DELTA_CHUNK) * _FLOAT
     low = base + (window + value) * word
-    return _phase("linear attention", base + kernels, low, int((base + reference) * Fraction(110, 100)))
+    return _phase("linear attention", base + kernels, low, (base + reference) * Fraction(110, 100))
 
 
 def _mamba(mixer: Recurrent, at: Setting) -> Phase:
@@ -141,4 +144,4 @@ def _mamba(mixer: Recurrent, at: Setting) -> Phase:
     states = 2 * ceil_div(inner * mixer.state_size, _MAMBA_CHUNK) * _FLOAT
     chunk = (max(1, mixer.num_groups) * _MAMBA_CHUNK + 2 * heads) * _FLOAT
     best = base + (2 * inner + shared) * word + states + chunk
-    return _phase("scan", best, base + (inner + shared) * word, 2 * best)
+    return _phase("scan", best, base + (inner + shared) * word, Fraction(2 * best))

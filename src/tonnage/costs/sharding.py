@@ -48,7 +48,7 @@ _HEAD = re.compile(r"lm_head|embed_out|^output\.")
 _WHOLE = re.compile(r"q_a_proj|kv_a_proj|indexer|attn_q_a|attn_kv_a|(?:o_proj|out_proj|down_proj|c_proj|dense)\.bias")
 _KEYS = re.compile(r"(?:k_proj|v_proj|attn_k|attn_v)\.")
 _PACKED = re.compile(r"qkv|query_key_value|c_attn|Wqkv")
-_UNUSED = re.compile(r"rotary_emb\.inv_freq|rope_freqs|masked_bias|attn\.bias$")
+_UNUSED = re.compile(r"rotary_emb\.inv_freq|rope_freqs|masked_bias|(?:^|\.)attn\.bias$")
 #: Stored in the model's dtype and turned into the one asked for; all else stays as it is stored.
 _WIDE = ("F32", "F16", "BF16")
 _SCALES = re.compile(r"scale|absmax|zeros|quant|SCB|e_score|g_idx|code")
