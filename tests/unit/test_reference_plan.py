@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -376,8 +375,14 @@ def test_every_plan_is_a_partition(kind, knobs, claims, rate, extra):
         claim(f"claim {i}", size, side, lifetime=lifetime, line=CLAIMED[(i + extra) % len(CLAIMED)])
         for i, (size, side, lifetime) in enumerate(claims)
     ]
-    with contextlib.suppress(DoesNotFit):
-        check(reference_plan(inputs(kind, *found, context(rate)), of(kind, knobs)))
+    try:
+        made = reference_plan(inputs(kind, *found, context(rate)), of(kind, knobs))
+    except DoesNotFit as error:
+        refused = error
+    else:
+        check(made)
+        return
+    assert refused.need_bytes > refused.have_bytes
 
 
 @given(st.sampled_from(sorted(LAYOUTS)), KNOBS, st.data())
@@ -482,6 +487,13 @@ def test_a_pool_below_one_sequence_is_refused():
     with pytest.raises(DoesNotFit, match="less than one sequence of max_seq_len = 64") as caught:
         reference_plan(inputs(), replace(V1, max_tokens=60))
     assert (caught.value.need_bytes, caught.value.have_bytes) == (1600, 1500)
+
+
+def test_a_refusal_names_what_windows_and_states_take_first():
+    crowd = replace(LIMITS, max_batch_size=400)
+    with pytest.raises(DoesNotFit, match="before the first token") as caught:
+        reference_plan(inputs("states", limits=crowd), replace(V2, max_gpu_total_bytes=30_000))
+    assert caught.value.need_bytes == 401 * 100 + 64 * 25
 
 
 def test_the_bar_follows_what_was_measured():

@@ -44,7 +44,7 @@ def reference_plan(
     price, limits, caps = solved.price, inputs.limits, caps_of(asked, solved)
     sequence = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
     if solved.units < sequence:
-        _refuse(inputs, solved, sequence)
+        _refuse(asked, solved, sequence)
     lines, missing_bytes = partition(
         inputs.measured,
         solved.base,
@@ -91,17 +91,25 @@ def reference_plan(
     )
 
 
-def _refuse(inputs: PlanInputs, solved: Solved, sequence_blocks: int) -> NoReturn:
+def _refuse(asked: Asked, solved: Solved, sequence_blocks: int) -> NoReturn:
     """The reference would lower max_seq_len in silence, down to nothing."""
-    price = solved.price
-    need, tokens = price.kv_bytes(sequence_blocks), solved.units * price.block_tokens
+    price, limits, manager = solved.price, asked.inputs.limits, asked.knobs.manager
+    first = asked.cache.first_bytes(manager)
+    priced = asked.cache.needed_bytes(manager, limits.max_seq_len + limits.extra_tokens)
+    need, have = max(priced, price.kv_bytes(sequence_blocks)), solved.found.pool_bytes
+    if need <= have:  # another rank, or whole blocks, left less than the bytes pay for
+        have = solved.pool_bytes
+    tokens = solved.units * price.block_tokens
+    ahead = (
+        f", {format_bytes(first)} of it before the first token for windows and states of every seat" if first else ""
+    )
     raise DoesNotFit(
-        f"{inputs.model_name}: under the reference policy the KV pool would hold {counted(tokens, 'token')}, less than "
-        f"one sequence of max_seq_len = {inputs.limits.max_seq_len:,}",
+        f"{asked.inputs.model_name}: under the reference policy the KV pool would hold {counted(tokens, 'token')}, less "
+        f"than one sequence of max_seq_len = {limits.max_seq_len:,}",
         need_bytes=need,
-        have_bytes=solved.pool_bytes,
-        need=f"{format_bytes(need)} of KV ({need:,} bytes) for {counted(sequence_blocks, 'block')}",
-        have=f"{format_bytes(solved.pool_bytes)} of KV ({solved.pool_bytes:,} bytes)",
+        have_bytes=have,
+        need=f"{format_bytes(need)} of KV ({need:,} bytes){ahead}",
+        have=f"{format_bytes(have)} of KV ({have:,} bytes)",
     )
 
 

@@ -59,6 +59,18 @@ class Cache:
             sizes[window] = sizes.get(window, Fraction(0)) + Fraction(group.block_bytes, group.block_tokens)
         return {window: math.ceil(size) for window, size in sizes.items()}
 
+    def first_bytes(self, manager: Manager) -> int:
+        """What the manager pays before the first token."""
+        return self.state_bytes("V1") if manager == "V1" else self.quota_cost().intercept
+
+    def needed_bytes(self, manager: Manager, tokens: int) -> int:
+        """The pool in which one sequence of ``tokens`` tokens fits, by the manager's rules; equal shares for V1."""
+        if manager == "V2":
+            return self.quota_cost().at(tokens)
+        sizes = self.window_bytes()
+        longest = sizes[max(sizes)] if sizes else 0
+        return self.state_bytes("V1") + len(sizes) * longest * tokens
+
     def has(self, *kinds: KVGroupKind) -> bool:
         return any(True for _ in self._of(*kinds))
 

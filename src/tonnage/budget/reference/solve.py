@@ -135,7 +135,7 @@ def _derived(asked: Asked, measured: Measured, claimed: Sides, *, is_profiled: b
     return derive(
         reading,
         asked.knobs,
-        asked.cache.budget_cost(knobs.manager),
+        asked.cache.budget_cost(asked.knobs.manager),
         peak_reserves_bytes=claimed.peak_bytes,
         pool_reserves_bytes=claimed.pool_bytes,
         workspace_bytes_per_token=claimed.workspace_rate,
