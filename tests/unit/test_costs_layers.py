@@ -409,6 +409,10 @@ def test_widths_and_gates():
         == 999
     )
     assert config("qwen3_moe", num_experts=4, moe_intermediate_size=64, intermediate_size=None).intermediate_size == 64
+    granite = config(
+        "granitemoehybrid", **MAMBA, layer_types=["mamba"] * 8, num_local_experts=0, shared_intermediate_size=99
+    )
+    assert granite.intermediate_size == 99
     lists = config("gemma3n_text", intermediate_size=[64] * 4 + [128] * 4, num_kv_shared_layers=0)
     assert [layer.feed_forward.intermediate_size for layer in lists.layers] == [64] * 4 + [128] * 4
     wide = config("gemma4_text", num_kv_shared_layers=2, use_double_wide_mlp=True)

@@ -120,6 +120,12 @@ def test_mixed_formats_are_noted():
     assert any("several formats" in note for note in made.notes)
 
 
+def test_scales_for_a_narrow_cache_are_noted():
+    """They change no price: the cache is allocated in the dtype that is asked for."""
+    raw = {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    assert any("KV cache" in note for note in read(quantization_config=raw).notes)
+
+
 @pytest.mark.parametrize(
     ("section", "raw", "tower"),
     [

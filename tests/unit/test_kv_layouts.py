@@ -152,6 +152,11 @@ def test_stages_of_a_latent_model(pp, num_layers, fp8_bytes):
     assert tuple(bytes_per_token(layout) for layout in layouts) == fp8_bytes
 
 
+@pytest.mark.parametrize(("kv_dtype", "num_bytes"), [("fp8", 2_880), ("bf16", 5_760)])
+def test_a_drafter_is_charged_in_the_dtype_of_its_pool(kv_dtype, num_bytes):
+    assert bytes_per_token(kv_layout(config(**LATENT, num_hidden_layers=5), kv_dtype=kv_dtype)) == num_bytes
+
+
 def test_a_partition_is_followed():
     model, parts = shapes.config("qwen3.6-27b"), (10, 30, 24)
     layouts = [kv_layout(model, rank=Rank(index=i, size=3, pp=3, partition=parts)) for i in range(3)]

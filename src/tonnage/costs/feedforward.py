@@ -107,6 +107,8 @@ def dense_size(fields: Fields, layer: int = 0) -> int:
     """Width of a dense feed-forward part; four times the model's in families whose class says so."""
     if fields.model_type.startswith("llama4") and fields.value("intermediate_size_mlp") is not None:
         return fields.count("intermediate_size_mlp")
+    if fields.model_type == "granitemoehybrid" and fields.value("shared_expert_intermediate_size"):
+        return fields.count("shared_expert_intermediate_size")  # without experts the shared part is all there is
     size = fields.at_layer("intermediate_size", layer)
     if size:
         return size

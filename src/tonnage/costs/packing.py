@@ -28,8 +28,17 @@ def quantisation(fields: Fields) -> Quantisation | None:
         method = "modelopt"
     elif not method and raw.get("config_groups"):
         method = "compressed-tensors"
+    _note_cache(fields, raw)
     name, group = _format(fields, raw, method)
     return Quantisation(method=method, format=name, group_size=group, kept=_kept(raw))
+
+
+def _note_cache(fields: Fields, raw: Mapping[str, object]) -> None:
+    """Some checkpoints bring scales for a narrow cache. Using them stays the user's choice, as with every dtype."""
+    inner = raw.get("quantization")
+    for part in (raw, inner if isinstance(inner, Mapping) else {}):
+        if part.get("kv_cache_scheme") or part.get("kv_cache_quant_algo"):
+            fields.note("quantization_config has scales for an 8-bit or narrower KV cache: --kv-dtype fp8 uses them")
 
 
 def _format(fields: Fields, raw: Mapping[str, object], method: str) -> tuple[str, int | None]:
