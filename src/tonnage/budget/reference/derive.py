@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NoReturn
 
 from tonnage.budget.cost import Cost
 from tonnage.budget.reference.knobs import Manager, ReferenceKnobs
@@ -55,12 +56,22 @@ def pool_budget(reading: ProbeReading, *, fraction: Fraction = DEFAULT_FRACTION,
     peak = reading.peak_bytes + peak_reserves_bytes
     left = reading.total_bytes - peak + reading.temporary_pool_bytes
     if left < 0:
-        raise DoesNotFit(
-            f"the measured peak of {format_bytes(peak)} is above the device's {format_bytes(reading.total_bytes)}",
-            need_bytes=peak - reading.temporary_pool_bytes,
-            have_bytes=reading.total_bytes,
-        )
+        _refuse_peak(reading, peak_reserves_bytes)
     return int(left * fraction)
+
+
+def _refuse_peak(reading: ProbeReading, reserves_bytes: int) -> NoReturn:
+    need = reading.peak_bytes + reserves_bytes - reading.temporary_pool_bytes
+    beside = need - reading.torch_peak_bytes - reserves_bytes
+    parts = {"weights and steps": reading.torch_peak_bytes, "beside torch": beside, "reserves": reserves_bytes}
+    told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    raise DoesNotFit(
+        f"the peak of {format_bytes(need)} is above the device's {format_bytes(reading.total_bytes)}",
+        need_bytes=need,
+        have_bytes=reading.total_bytes,
+        need=f"{format_bytes(need)} ({need:,} bytes: {told})",
+        have=f"{format_bytes(reading.total_bytes)} ({reading.total_bytes:,} bytes)",
+    )
 
 
 def derive(

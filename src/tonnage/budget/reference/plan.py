@@ -104,8 +104,8 @@ def _refuse(asked: Asked, solved: Solved, sequence_blocks: int) -> NoReturn:
         f", {format_bytes(first)} of it before the first token for windows and states of every seat" if first else ""
     )
     raise DoesNotFit(
-        f"{asked.inputs.model_name}: under the reference policy the KV pool would hold {counted(tokens, 'token')}, less "
-        f"than one sequence of max_seq_len = {limits.max_seq_len:,}",
+        f"{asked.inputs.model_name}: under the reference policy the KV pool would hold {counted(tokens, 'token')}, "
+        f"less than one sequence of max_seq_len = {limits.max_seq_len:,}",
         need_bytes=need,
         have_bytes=have,
         need=f"{format_bytes(need)} of KV ({need:,} bytes){ahead}",
