@@ -15,7 +15,7 @@ from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.hardware import Card
 from tonnage.planner.dimensions import dimensions, largest_graph
-from tonnage.planner.host_tier import HostTier
+from tonnage.planner.host_tier import HostTier, host_tier
 from tonnage.planner.knobs import PLANNED_ONLY
 from tonnage.planner.question import Question
 from tonnage.planner.site import Plans, Site, fewest_tokens, holds, tightest
@@ -136,7 +136,13 @@ def _with_host(site: Site, workload: Workload) -> Fit | None:
         return None
 
     def tier_of(plans: Plans) -> HostTier | None:
-        return site.tier(plans, num_sequences=workload.num_users, num_resident=resident, seq_tokens=workload.seq_tokens)
+        return host_tier(
+            plans,
+            site.first.card,
+            num_sequences=workload.num_users,
+            num_resident=resident,
+            seq_tokens=workload.seq_tokens,
+        )
 
     def met(plans: Plans) -> bool:
         tier = tier_of(plans)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from tonnage.hardware import Card
-from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence
-from tonnage.terms import Source
+from tonnage.layout import group_blocks
+from tonnage.terms import MemoryPlan, Source
 from tonnage.units import ceil_div, format_bytes
 
 #: What every offer ends with.
@@ -99,52 +99,33 @@ class HostTier:
 
 
 def host_tier(
-    layouts: Sequence[KVLayout],
-    card: Card,
-    *,
-    num_sequences: int,
-    num_resident: int,
-    seq_tokens: int,
-    extra_tokens: int = 0,
-    encoder_tokens: int = 0,
+    plans: Sequence[MemoryPlan], card: Card, *, num_sequences: int, num_resident: int, seq_tokens: int
 ) -> HostTier | None:
-    """The tier for sequences that do not all fit; ``layouts`` has one for every rank.
+    """The tier for sequences that do not all fit beside these plans, one of each pipeline stage.
 
     None where there is nothing to swap with (no sequence resident, or all of them) or no link.
     """
     link = link_of(card)
     if link is None or not 0 < num_resident < num_sequences:
         return None
-    shares = [
-        sequence_bytes(layout, seq_tokens=seq_tokens, extra_tokens=extra_tokens, encoder_tokens=encoder_tokens)
-        for layout in layouts
-    ]
+    shares = [(sequence_bytes(plan, seq_tokens), plan.rank.tp * plan.rank.cp) for plan in plans]
     return HostTier(
         num_resident=num_resident,
         num_waiting=num_sequences - num_resident,
         seq_tokens=seq_tokens,
-        sequence_bytes=sum(shares),
-        rank_bytes=max(shares),
+        sequence_bytes=sum(each * num_ranks for each, num_ranks in shares),
+        rank_bytes=max(each for each, _ in shares),
         link=link,
     )
 
 
-def sequence_bytes(layout: KVLayout, *, seq_tokens: int, extra_tokens: int = 0, encoder_tokens: int = 0) -> int:
+def sequence_bytes(plan: MemoryPlan, seq_tokens: int) -> int:
     """Cache of one sequence of that length on one rank, in whole blocks; padding of slabs need not travel."""
+    tokens = ceil_div(seq_tokens + plan.limits.extra_tokens, plan.rank.cp)
     return sum(
-        group.block_bytes * _num_blocks(group, seq_tokens, extra_tokens, encoder_tokens) for group in layout.groups
+        group.block_bytes * group_blocks(group, tokens, encoder_tokens=plan.limits.max_encoder_tokens)
+        for group in plan.kv.layout.groups
     )
-
-
-def _num_blocks(group: KVGroup, seq_tokens: int, extra_tokens: int, encoder_tokens: int) -> int:
-    if group.kind == KVGroupKind.STATE:
-        return 1
-    if group.kind == KVGroupKind.CROSS:
-        return ceil_div(encoder_tokens, group.block_tokens)
-    grown = blocks_per_sequence(seq_tokens, group.block_tokens, extra_tokens=extra_tokens)
-    if group.window is None:
-        return grown
-    return min(grown, ceil_div(group.window - 1, group.block_tokens) + 1)
 
 
 def milliseconds(seconds: Fraction) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tonnage.budget.fit import sacrificed, wanted
+from tonnage.budget.fit import Values, sacrificed, wanted
 from tonnage.budget.search import smallest
 from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.config import ModelConfig
@@ -69,26 +69,31 @@ def least_memory(
     check_workload(workload, config, site.first.limit_knobs)
     users, length = workload.num_users, workload.seq_tokens
     order = dimensions(site.first, least_rows=users, least_seq_len=length)
-    sizes = []
-    for values in (sacrificed(order), wanted(order)):
+
+    def enough(values: Values) -> Callable[[int], bool]:
         fixed = site.at(values)
-        sizes.append(
-            smallest(
-                lambda mib, fixed=fixed: fixed.on(mib * MiB).reaches(  # type: ignore[misc]
-                    {}, lambda plans: holds(plans, num_sequences=users, seq_tokens=length)
-                ),
-                low=1,
-                high=MOST_BYTES // MiB,
-            )
+        return lambda mib: fixed.on(mib * MiB).reaches(
+            {}, lambda plans: holds(plans, num_sequences=users, seq_tokens=length)
         )
-    least, comfortable = sizes
+
+    least = _smallest_size(enough(sacrificed(order)), low=max(stage.weights.bytes for stage in site.stages) // MiB)
     if least is None:
         raise workload_refusal(site.on(MOST_BYTES), workload, order)
+    comfortable = _smallest_size(enough(wanted(order)), low=least)
     return LeastMemory(
         device_bytes=least * MiB,
         comfortable_bytes=None if comfortable is None else comfortable * MiB,
         fit=fit_site(site.on(least * MiB), workload),
     )
+
+
+def _smallest_size(enough: Callable[[int], bool], *, low: int) -> int | None:
+    """The smallest number of MiB, found by doubling and then by halving; None where ``MOST_BYTES`` are not enough."""
+    low, most = max(1, low), MOST_BYTES // MiB
+    high = low
+    while high < most and not enough(high):
+        low, high = high, min(2 * high, most)
+    return smallest(enough, low=low, high=high)
 
 
 def least_ranks(
@@ -108,7 +113,7 @@ def least_ranks(
     """
     check_workload(workload, config, limit_knobs or LimitKnobs())
     tried: list[tuple[int, int]] = []
-    site: Site | None = None
+    widest: Site | None = None
     for tp, pp in splits(config):
         rank = Rank(size=tp * pp, tp=tp, pp=pp)
         try:
@@ -122,7 +127,9 @@ def least_ranks(
         if can_hold(site, workload.num_users, workload.seq_tokens):
             return LeastRanks(tp=tp, pp=pp, tried=tuple(tried), fit=fit_site(site, workload))
         tried.append((tp, pp))
-    raise _no_ranks(site, workload, tried)
+        if widest is None or tp * pp > widest.first.rank.size:
+            widest = site
+    raise _no_ranks(widest, workload)
 
 
 def splits(config: ModelConfig) -> Iterator[tuple[int, int]]:
@@ -132,13 +139,14 @@ def splits(config: ModelConfig) -> Iterator[tuple[int, int]]:
     return iter(sorted(found, key=lambda split: (split[0] * split[1], split[1])))
 
 
-def _no_ranks(site: Site | None, workload: Workload, tried: list[tuple[int, int]]) -> DoesNotFit:
-    if site is None:
+def _no_ranks(widest: Site | None, workload: Workload) -> DoesNotFit:
+    """The refusal on the most devices that were tried, with the fewest stages."""
+    if widest is None:
         raise AssertionError("one rank is always a split")
-    order = dimensions(site.first, least_rows=workload.num_users, least_seq_len=workload.seq_tokens)
-    refusal = workload_refusal(site, workload, order)
+    order = dimensions(widest.first, least_rows=workload.num_users, least_seq_len=workload.seq_tokens)
+    refusal = workload_refusal(widest, workload, order)
     return DoesNotFit(
-        f"{refusal.what}, on up to {max(tp * pp for tp, pp in tried)} devices",
+        f"{refusal.what}, on up to {widest.first.rank.size} devices",
         need_bytes=refusal.need_bytes,
         have_bytes=refusal.have_bytes,
         remedies=refusal.remedies,

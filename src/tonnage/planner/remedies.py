@@ -149,13 +149,11 @@ def _host_tier(aim: Aim) -> str | None:
         return None
     made = answer(_limited(question, "max_batch_size", rows))
     tier = host_tier(
-        [made.kv.layout] * question.rank.tp,
+        [made],
         question.card,
         num_sequences=asked,
         num_resident=made.max_concurrency,
         seq_tokens=made.limits.max_seq_len,
-        extra_tokens=made.limits.extra_tokens,
-        encoder_tokens=made.limits.max_encoder_tokens,
     )
     given = question.knobs.host_kv_bytes.value
     if tier is None or question.rank.pp > 1 or (given is not None and given < tier.kv_bytes):

@@ -12,9 +12,8 @@ from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.hardware import Card
-from tonnage.layout import KVGroupKind, KVLayout, blocks_per_sequence
+from tonnage.layout import KVGroupKind, blocks_per_sequence
 from tonnage.planner.dimensions import with_values
-from tonnage.planner.host_tier import HostTier, host_tier
 from tonnage.planner.question import Question, answer
 from tonnage.planner.ranks import distinct_ranks, plan_stages
 from tonnage.planner.remedies import with_remedies
@@ -103,19 +102,6 @@ class Site:
                 return with_remedies(stage, refused)
         return None
 
-    def tier(self, plans: Plans, *, num_sequences: int, num_resident: int, seq_tokens: int) -> HostTier | None:
-        """What would wait in host memory beside these plans."""
-        rank, limits = self.first.rank, plans[0].limits
-        return host_tier(
-            [plan.kv.layout for plan in plans for _ in range(rank.tp)],
-            self.first.card,
-            num_sequences=num_sequences,
-            num_resident=num_resident,
-            seq_tokens=seq_tokens,
-            extra_tokens=limits.extra_tokens,
-            encoder_tokens=limits.max_encoder_tokens,
-        )
-
 
 def fewest_tokens(plans: Plans) -> int:
     """Tokens that every rank's pool holds."""
@@ -134,7 +120,7 @@ def holds(plans: Plans, *, num_sequences: int, seq_tokens: int) -> bool:
 
 def tokens_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
     """Tokens of the pool that so many sequences fill, each in whole blocks."""
-    unit = _unit_tokens(plan.kv.layout)
+    unit = _unit_tokens(plan)
     blocks = blocks_per_sequence(seq_tokens, unit, extra_tokens=plan.limits.extra_tokens)
     return num_sequences * blocks * unit
 
@@ -142,12 +128,12 @@ def tokens_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
 def kv_bytes_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
     """Bytes of a pool that holds them."""
     tokens = tokens_for(plan, num_sequences, seq_tokens)
-    layout = plan.kv.layout
-    return layout.slab_bytes * sum(GroupPrice.of(group, plan.limits).blocks(tokens) for group in layout.groups)
+    layout, local = plan.kv.layout, tokens // plan.rank.cp
+    return layout.slab_bytes * sum(GroupPrice.of(group, plan.limits).blocks(local) for group in layout.groups)
 
 
-def _unit_tokens(layout: KVLayout) -> int:
+def _unit_tokens(plan: MemoryPlan) -> int:
     """The pool's unit, as ``PoolPrice`` counts it: blocks of what grows without bound, else of what grows at all."""
-    kept = [group for group in layout.groups if group.kind not in (KVGroupKind.STATE, KVGroupKind.CROSS)]
+    kept = [group for group in plan.kv.layout.groups if group.kind not in (KVGroupKind.STATE, KVGroupKind.CROSS)]
     growing = [group.block_tokens for group in kept if group.window is None]
-    return min(growing or [group.block_tokens for group in kept], default=1)
+    return min(growing or [group.block_tokens for group in kept], default=1) * plan.rank.cp

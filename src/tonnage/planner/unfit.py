@@ -8,7 +8,7 @@ from tonnage.budget.fit import Dimension, sacrificed
 from tonnage.budget.search import largest
 from tonnage.errors import DoesNotFit
 from tonnage.planner.dimensions import dimensions
-from tonnage.planner.host_tier import NOT_YET, HostTier
+from tonnage.planner.host_tier import NOT_YET, HostTier, host_tier
 from tonnage.planner.question import Question
 from tonnage.planner.remedies import MONEY, Aim, found_by, place_of, size_text, smaller_num_tokens
 from tonnage.planner.site import Plans, Site, holds, kv_bytes_for, tightest
@@ -100,6 +100,12 @@ def offered_tier(site: Site, workload: Workload, num_resident: int) -> HostTier 
     """What would wait in host memory, with everything given up; None where the host memory given is too small."""
     order = dimensions(site.first, least_rows=num_resident, least_seq_len=workload.seq_tokens)
     plans: Plans = site.at(sacrificed(order)).plans()
-    tier = site.tier(plans, num_sequences=workload.num_users, num_resident=num_resident, seq_tokens=workload.seq_tokens)
+    tier = host_tier(
+        plans,
+        site.first.card,
+        num_sequences=workload.num_users,
+        num_resident=num_resident,
+        seq_tokens=workload.seq_tokens,
+    )
     given = site.first.knobs.host_kv_bytes.value
     return None if tier is None or (given is not None and given < tier.kv_bytes) else tier

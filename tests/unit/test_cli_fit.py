@@ -1,0 +1,129 @@
+"""``tonnage fit`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
+
+Program = Callable[..., Ended]
+
+LLAMA = Path(__file__).resolve().parents[2] / "examples" / "configs" / "llama-3.1-8b"
+FIT = f"fit {LLAMA}"
+USERS = "--users 64 --prompt-tokens 4000 --output-tokens 1000"
+
+#: command line -> what its paragraph must hold. "|" separates the pieces.
+BAD = {
+    f"{FIT} --device H100": "does not know what for|Need: --goal NAME, or --users|add --goal longest-context",
+    f"{FIT} --device H100 --goal fastest": "--goal = 'fastest'|no such goal|longest-context or most-concurrency",
+    f"{FIT} --device H100 --goal longest-context --users 3": "--goal and --users are two goals|leave out",
+    f"{FIT} --device H100 --users 3": "--prompt-tokens and --output-tokens is missing|add --prompt-tokens N",
+    f"{FIT} --goal longest-context": "tonnage fit does not know the device|add --device H100",
+    f"{FIT} {USERS}": "tonnage fit does not know the device",
+    f"{FIT} {USERS} --least-ranks": "tonnage fit does not know the device",
+    f"{FIT} --device H100 --memory 80GiB --goal longest-context": "both say how large",
+    f"{FIT} --device H100 --users 0 --prompt-tokens 1 --output-tokens 1": "--users = '0'|zero",
+    f"{FIT} --device H100 --users 1 --prompt-tokens x --output-tokens 1": "--prompt-tokens = 'x'|not a number",
+    f"{FIT} --device H100 --users 1 --prompt-tokens 200000 --output-tokens 0": "131,072 positions|use at most 131072",
+    f"{FIT} --device H100 --goal longest-context --least-memory": "--least-memory needs a workload|Need: --users",
+    f"{FIT} --device H100 {USERS} --least-memory --least-ranks": "two answers|keep one",
+    f"{FIT} --device H100 {USERS} --max-batch-size 8": "max_batch_size = 8|below the 64 users|raise it to 64",
+    f"{FIT} --device H100 {USERS} --graphs often": "graphs = 'often'|write none, default",
+    f"{FIT} --device H100 {USERS} --host-kv-bytes much": "--host-kv-bytes = 'much'|not a number",
+    f"{FIT} --device H100 {USERS} --kv-dtype fp7": "--kv-dtype = 'fp7'",
+    f"{FIT} --memory 15GiB --goal longest-context": "does not fit|Need: |Have: |give it",
+    f"{FIT} --memory 20GiB {USERS}": "64 users at 4,000 prompt + 1,000 output tokens do not fit|set host_kv_bytes to",
+    f"fit ./nowhere --device H100 {USERS}": "./nowhere|no such folder or file",
+}
+
+
+@pytest.mark.parametrize("command", BAD, ids=lambda command: command.replace(str(LLAMA), "MODEL"))
+def test_bad_input_is_told_in_one_paragraph(tonnage: Program, command: str) -> None:
+    ended = tonnage(*command.split())
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.count("\n") == 1
+    for piece in BAD[command].split("|"):
+        assert piece in ended.err
+
+
+GOOD = {
+    f"{FIT} --device H100 --goal longest-context": "reached  sequences of 131,072 tokens|Order of sacrifice|1 graphs",
+    f"{FIT} --memory 24GiB --goal most_concurrency": "given up|bfloat16 became float8_e4m3fn: |it costs: |KV cache",
+    f"{FIT} --device H100 {USERS}": "64 users at 4,000 prompt + 1,000 output|all 64 resident|To type: tonnage plan",
+    f"{FIT} --least-memory {USERS}": "a MiB less is refused|With nothing given up: |To type: tonnage plan",
+    f"{FIT} --device H200 --least-memory {USERS}": "planned with what H200 has besides its size",
+    f"{FIT} --device L4 --least-ranks {USERS}": "devices are enough: tp |refused before: tp 1 pp 1",
+    f"{FIT} --device H100 --least-ranks {USERS}": "1 device is enough: tp 1, pp 1",
+    f"{FIT} --memory 20GiB {USERS} --host-kv-bytes 100GiB": "host tier  |in host memory|does not swap yet",
+    "fit smollm2 --device host --memory 1500MiB --goal longest-context": "SmolLM2-135M-Instruct on host|max_num_tokens",
+    "fit smollm2 --device host --least-memory --users 4 --prompt-tokens 99 --output-tokens 1": "--device host --memory",
+    "fit --help": "--goal NAME|--users N|--least-memory|--host-kv-bytes SIZE|--max-seq-len N",
+}
+
+
+@pytest.mark.parametrize("command", GOOD, ids=lambda command: command.replace(str(LLAMA), "MODEL"))
+def test_good_commands(tonnage: Program, command: str) -> None:
+    ended = tonnage(*command.split())
+    assert ended.code == 0, ended.err
+    told = " ".join(ended.out.split())
+    for piece in GOOD[command].split("|"):
+        assert " ".join(piece.split()) in told
+
+
+def document(tonnage: Program, command: str) -> dict[str, Any]:
+    ended = tonnage(*command.split(), "--json")
+    assert ended.code == 0, ended.err
+    return json.loads(ended.out)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{FIT} --device H100 --goal longest-context",
+        f"{FIT} --device H100 {USERS} --kv-fraction 9/10 --dtype fp16",
+        f"{FIT} --memory 60GiB {USERS} --keep-free-bytes 1GiB",
+        "fit smollm2 --device host --memory 1500MiB --goal most-concurrency --max-seq-len 512",
+    ],
+    ids=lambda command: command.replace(str(LLAMA), "MODEL"),
+)
+def test_the_command_that_is_printed_gives_the_same_plan(tonnage: Program, command: str) -> None:
+    found = document(tonnage, command)
+    planned = document(tonnage, found["command"].removeprefix("tonnage "))
+    (fitted,) = found["plans"]
+    assert (planned["kv"], planned["limits"], planned["lines"]) == (fitted["kv"], fitted["limits"], fitted["lines"])
+
+
+def test_json_says_what_the_table_says(tonnage: Program) -> None:
+    found = document(tonnage, f"{FIT} --device H100 --users 256 --prompt-tokens 4000 --output-tokens 1000 "
+                              "--host-kv-bytes 20GiB")  # fmt: skip
+    assert found["schema"] == "tonnage.fit/1"
+    assert found["goal"] == "256 users at 4,000 prompt + 1,000 output tokens"
+    names = ["max_seq_len", "max_batch_size", "graphs", "max_num_tokens", "kv_dtype"]
+    assert [each["name"] for each in found["order"]] == names
+    assert all(each["kept"] in each["values"] for each in found["order"])
+    assert [each["name"] for each in found["sacrifices"] if each["name"] not in names] == []
+    tier = found["host_tier"]
+    assert tier["num_resident"] + tier["num_waiting"] == 256
+    assert tier["kv_bytes"] == tier["num_waiting"] * tier["sequence_bytes"] <= 20 * 2**30
+    assert tier["swap_microseconds"] == round(2 * tier["sequence_bytes"] * 10**6 / tier["link_bytes_per_second"])
+    assert found["inverse"] is None
+
+
+def test_json_of_the_inverse(tonnage: Program) -> None:
+    memory = document(tonnage, f"{FIT} --least-memory {USERS}")["inverse"]
+    assert memory["device_bytes"] % 2**20 == 0
+    assert memory["device_bytes"] < memory["comfortable_bytes"]
+    ranks = document(tonnage, f"{FIT} --device L4 --least-ranks {USERS}")
+    assert ranks["inverse"]["num_ranks"] == ranks["inverse"]["tp"] * ranks["inverse"]["pp"] > 1
+    assert len(ranks["plans"]) == ranks["inverse"]["pp"]
+
+
+def test_what_was_set_is_no_dimension_and_comes_back_in_the_command(tonnage: Program) -> None:
+    found = document(tonnage, f"{FIT} --memory 24GiB --goal longest-context --kv-dtype bf16 --graphs 1,2,4")
+    assert [each["name"] for each in found["order"]] == ["max_num_tokens", "max_batch_size"]
+    assert re.search(r"--kv-dtype bf16 .*--graphs 1,2,4", found["command"])

@@ -1,0 +1,125 @@
+"""The host tier: rates of links, bytes of sequences, what a swap costs, and where it is offered."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tonnage.config import Knobs, LimitKnobs, Setting
+from tonnage.costs.config import ModelConfig
+from tonnage.errors import DoesNotFit
+from tonnage.hardware import CARDS, find_card, generic_card, host_card
+from tonnage.planner import plan_without_device
+from tonnage.planner.host_tier import GEN3, GEN4, GEN5, LINKS, NOT_YET, HostTier, host_tier, link_of, milliseconds
+from tonnage.terms import Rank, Source
+from tonnage.units import GiB, MiB, parse_bytes
+
+LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
+PLAN = plan_without_device(LLAMA_8B, card=find_card("H100"))
+
+
+@pytest.mark.parametrize(("link", "least", "most"), [(GEN3, 13, 16), (GEN4, 26, 32), (GEN5, 52, 64)])
+def test_rates_are_below_the_wire_and_above_what_is_commonly_seen(link, least, most):
+    assert least * 10**9 < link.bytes_per_second < most * 10**9
+    assert (link.source, "base specification" in link.ref) == (Source.ASSUMED, True)
+
+
+def test_every_card_of_the_catalogue_has_a_link():
+    assert set(LINKS) == {card.name for card in CARDS}
+    assert link_of(generic_card(8 * GiB)) == GEN4
+    assert link_of(host_card(8 * GiB)) is None
+
+
+def tier_of(num_sequences=10, num_resident=4, seq_tokens=5000, plans=(PLAN,)) -> HostTier | None:
+    return host_tier(
+        plans, find_card("H100"), num_sequences=num_sequences, num_resident=num_resident, seq_tokens=seq_tokens
+    )
+
+
+def test_worked_figures():
+    """5,000 tokens are 313 blocks of 2 MiB; six sequences of that wait."""
+    tier = tier_of()
+    assert (tier.num_resident, tier.num_waiting) == (4, 6)
+    assert tier.sequence_bytes == tier.rank_bytes == 313 * 2 * MiB
+    assert tier.kv_bytes == 6 * 313 * 2 * MiB
+    assert tier.copy_seconds == Fraction(313 * 2 * MiB, GEN5.bytes_per_second)
+    assert tier.swap_seconds == 2 * tier.copy_seconds
+    assert "4 of 10 sequences of 5,000 tokens resident, the KV of 6 more (3.67 GiB) in host memory" in tier.told()
+    assert "a swap moves 626 MiB out and as much in, 23 ms at the rate of PCIe gen5 x16 (57.6 GB/s" in tier.told()
+
+
+@pytest.mark.parametrize(("resident", "total"), [(0, 5), (5, 5), (6, 5)])
+def test_nothing_to_swap_with_is_no_tier(resident, total):
+    assert tier_of(num_sequences=total, num_resident=resident) is None
+
+
+def test_a_host_has_no_other_side():
+    made = plan_without_device(LLAMA_8B, card=host_card(40 * GiB), limit_knobs=LimitKnobs(max_seq_len=Setting(4096)))
+    assert host_tier([made], host_card(40 * GiB), num_sequences=9, num_resident=1, seq_tokens=100) is None
+
+
+def test_ranks_swap_their_shares_side_by_side():
+    rank = Rank(size=4, tp=4)
+    share = plan_without_device(LLAMA_8B, card=find_card("H100"), rank=rank)
+    alone, split = tier_of(), tier_of(plans=(share,))
+    assert (split.sequence_bytes, split.rank_bytes) == (alone.sequence_bytes, alone.rank_bytes // 4)
+    assert split.swap_seconds == alone.swap_seconds / 4
+
+
+@given(st.integers(2, 500), st.data())
+def test_more_resident_never_needs_more_host_memory(total, data):
+    few = data.draw(st.integers(1, total - 1))
+    more = data.draw(st.integers(few, total - 1))
+    assert tier_of(total, more).kv_bytes <= tier_of(total, few).kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [("1/100000", "0.0 ms"), ("1/2500", "0.4 ms"), ("12/1000", "12 ms"), ("1204/1000", "1,204 ms")]
+)
+def test_milliseconds(seconds, told):
+    assert milliseconds(Fraction(seconds)) == told
+
+
+REFUSED = LimitKnobs(
+    max_batch_size=Setting.flag(4096, "4096", "--max-batch-size"),
+    max_seq_len=Setting.flag(1024, "1024", "--max-seq-len"),
+)
+
+
+def offers(**knobs: Setting[int]) -> list[str]:
+    with pytest.raises(DoesNotFit) as caught:
+        plan_without_device(LLAMA_8B, card=generic_card(18 * GiB), knobs=Knobs(**knobs), limit_knobs=REFUSED)
+    return [remedy for remedy in caught.value.remedies if "host_kv_bytes" in remedy]
+
+
+def test_a_refused_plan_offers_it_and_says_that_the_engine_does_not_swap():
+    (offer,) = offers()
+    assert NOT_YET in offer
+    rows, size = re.search(r"lower max_batch_size to (\d+) and set host_kv_bytes to (\S+) \(", offer).groups()
+    resident, waiting = re.search(r"(\d+) of 4,096 sequences.*KV of ([\d,]+) more", offer).groups()
+    assert int(resident) + int(waiting.replace(",", "")) == 4096
+    made = plan_without_device(
+        LLAMA_8B,
+        card=generic_card(18 * GiB),
+        knobs=Knobs(host_kv_bytes=Setting.flag(parse_bytes(size, knob="host"), size, "--host-kv-bytes")),
+        limit_knobs=LimitKnobs(max_batch_size=Setting(int(rows)), max_seq_len=REFUSED.max_seq_len),
+    )
+    assert made.max_concurrency == int(resident)
+    block_bytes = made.kv.layout.slab_bytes
+    assert parse_bytes(size, knob="host") >= int(waiting.replace(",", "")) * 64 * block_bytes
+
+
+def test_host_memory_that_is_too_small_is_not_offered():
+    assert offers(host_kv_bytes=Setting(GiB)) == []
+    assert len(offers(host_kv_bytes=Setting(10_000 * GiB))) == 1
+
+
+def test_a_number_of_sequences_that_nobody_asked_for_is_not_served_from_the_host():
+    with pytest.raises(DoesNotFit) as caught:
+        plan_without_device(LLAMA_8B, card=generic_card(16 * GiB))
+    assert "host_kv_bytes" not in str(caught.value)
