@@ -486,7 +486,7 @@ KEYS = sorted({key for raw in map(shapes.raw_config, shapes.complete()) for key 
     junk=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4),
     dropped=st.sets(st.sampled_from(KEYS), max_size=3),
 )
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_any_file_is_read_or_refused_with_a_reason(key, junk, dropped):
     """Never another exception, whatever a file says; what is read has a layout or is refused too."""
     raw = {name: value for name, value in {**shapes.raw_config(key), **junk}.items() if name not in dropped}

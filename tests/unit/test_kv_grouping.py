@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tonnage.costs import kv
-from tonnage.costs.grouping import GROUP_SHARE, TYPICAL_TOKENS, Share, Slabs, Stack, choose_slabs, loss, splits
+from tonnage.costs.grouping import GROUP_SHARE, TYPICAL_TOKENS, Share, Slabs, Stack, choose_slabs, cut, loss, splits
 from tonnage.costs.kv import bytes_per_token, kv_layout
 from tonnage.layout import group_blocks, padding_bytes_per_block, sequence_bytes, state_bytes_per_sequence
 from tonnage.terms import Rank
@@ -57,7 +57,7 @@ def price_of_a_table(stacks: tuple[Stack, ...]) -> int:
 
 def least(stacks: tuple[Stack, ...], slab: int, table: int) -> int | None:
     found = [
-        [twice_lost(stack, sizes(stack.num_layers, n), slab, table) for n in splits(stack.num_layers)]
+        [twice_lost(stack, sizes(stack.num_layers, n), slab, table) for n, _ in splits(stack.num_layers)]
         for stack in stacks
     ]
     best = [min((each for each in losses if each is not None), default=None) for losses in found]
@@ -112,7 +112,9 @@ def test_of_the_candidates_the_best_is_taken(stacks):
 @given(stack=TEXT | WINDOW | STATE, num_groups=st.integers(1, 5), slab=st.integers(1, 2000), table=st.integers(0, 50))
 def test_the_loss_of_one_stack(stack, num_groups, slab, table):
     groups = min(num_groups, stack.num_layers)
-    assert loss(stack, groups, slab, table) == twice_lost(stack, sizes(stack.num_layers, groups), slab, table)
+    assert loss(stack, cut(stack.num_layers, groups), slab, table) == twice_lost(
+        stack, sizes(stack.num_layers, groups), slab, table
+    )
 
 
 @given(stacks=STACKS)
@@ -136,8 +138,9 @@ def test_equal_kinds_share_a_slab_at_once():
 
 
 def test_splits_try_every_size_once():
-    assert splits(6) == (1, 2, 3, 6)
-    assert splits(1) == (1,)
+    assert [groups for groups, _ in splits(6)] == [1, 2, 3, 6]
+    assert splits(1) == ((1, ((1, 1),)),)
+    assert cut(7, 3) == ((3, 1), (2, 2))
 
 
 @pytest.mark.parametrize("tp", [1, 4])

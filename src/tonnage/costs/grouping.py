@@ -121,44 +121,56 @@ def table_price(stacks: Sequence[Stack]) -> int:
     return 2 * typical // GROUP_SHARE
 
 
-def loss(stack: Stack, num_groups: int, slab_bytes: int, table: int) -> int | None:
-    """Twice the bytes lost on a typical sequence by one stack in so many groups; None where a block does not fit."""
-    small, larger = divmod(stack.num_layers, num_groups)
-    total, live, ends = 0, stack.live_tokens, stack.num_ends
-    for layers, groups in ((small + 1, larger), (small, num_groups - larger)):
-        if not groups:
-            continue
-        block = layers * stack.unit_bytes
-        units = slab_bytes // block
-        if units == 0:
-            return None
-        if not stack.unit_tokens:
-            total += groups * 2 * (slab_bytes - block)
-            continue
-        full = units * block
-        padding = 2 * -(-live // (units * stack.unit_tokens)) * (slab_bytes - full)
-        total += groups * (padding + full * ends + table)
-    return total
+Cut = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=1024)
-def splits(num_layers: int) -> tuple[int, ...]:
-    """Numbers of groups worth trying: for each size of the largest group, the fewest groups."""
-    return tuple(sorted({ceil_div(num_layers, size) for size in range(1, num_layers + 1)}))
+def cut(num_layers: int, num_groups: int) -> Cut:
+    """(layers, groups of so many): as even as can be, the larger ones first."""
+    small, larger = divmod(num_layers, num_groups)
+    parts = ((small + 1, larger), (small, num_groups - larger))
+    return tuple(part for part in parts if part[1])
+
+
+@lru_cache(maxsize=1024)
+def splits(num_layers: int) -> tuple[tuple[int, Cut], ...]:
+    """Numbers of groups worth trying, with their cuts: for each size of the largest group, the fewest groups."""
+    numbers = sorted({ceil_div(num_layers, size) for size in range(1, num_layers + 1)})
+    return tuple((groups, cut(num_layers, groups)) for groups in numbers)
+
+
+def loss(stack: Stack, parts: Cut, slab_bytes: int, table: int) -> int | None:
+    """Twice the bytes lost on a typical sequence by one stack cut so; None where a block does not fit."""
+    unit, tokens = stack.unit_bytes, stack.unit_tokens
+    if not tokens:
+        fits = parts[0][0] * unit <= slab_bytes
+        return 2 * sum(groups * (slab_bytes - layers * unit) for layers, groups in parts) if fits else None
+    live, ends, total = stack.live_tokens, stack.num_ends, 0
+    for layers, groups in parts:
+        units = slab_bytes // (layers * unit)
+        if units == 0:
+            return None
+        full = units * layers * unit
+        total += groups * (2 * -(-live // (units * tokens)) * (slab_bytes - full) + full * ends + table)
+    return total
 
 
 def _best_split(stack: Stack, slab_bytes: int, table: int) -> tuple[int | None, int]:
-    """(loss, number of groups), the fewest groups among equals. Of states, the fewest groups that fit lose least."""
-    if not stack.unit_tokens:
-        most_layers = slab_bytes // stack.unit_bytes
-        groups = ceil_div(stack.num_layers, most_layers) if most_layers else 0
-        return (2 * (groups * slab_bytes - stack.num_layers * stack.unit_bytes), groups) if groups else (None, 0)
+    """(loss, number of groups), the fewest groups among equals."""
+    most_layers = slab_bytes // stack.unit_bytes
+    if not most_layers:
+        return None, 0
+    fewest = ceil_div(stack.num_layers, most_layers)
+    if not stack.unit_tokens:  # of states, the fewest groups that fit lose least
+        return loss(stack, cut(stack.num_layers, fewest), slab_bytes, table), fewest
     best: int | None = None
     chosen = 0
-    for groups in splits(stack.num_layers):
+    for groups, parts in splits(stack.num_layers):
+        if groups < fewest:
+            continue
         if best is not None and groups * table >= best:
             break  # page tables alone cost more from here on
-        found = loss(stack, groups, slab_bytes, table)
+        found = loss(stack, parts, slab_bytes, table)
         if found is not None and (best is None or found < best):
             best, chosen = found, groups
     return best, chosen
@@ -166,9 +178,7 @@ def _best_split(stack: Stack, slab_bytes: int, table: int) -> tuple[int | None, 
 
 def _blocks(stacks: Sequence[Stack]) -> set[int]:
     """The smallest block of every group that could be."""
-    return {
-        ceil_div(stack.num_layers, groups) * stack.unit_bytes for stack in stacks for groups in splits(stack.num_layers)
-    }
+    return {parts[0][0] * stack.unit_bytes for stack in stacks for _, parts in splits(stack.num_layers)}
 
 
 def _multiples(blocks: set[int], least: int, most: int) -> set[int]:
@@ -178,6 +188,5 @@ def _multiples(blocks: set[int], least: int, most: int) -> set[int]:
 
 
 def _shares(stack: Stack, num_groups: int, slab_bytes: int) -> tuple[Share, ...]:
-    small, larger = divmod(stack.num_layers, num_groups)
-    sizes = [small + 1] * larger + [small] * (num_groups - larger)
+    sizes = [layers for layers, groups in cut(stack.num_layers, num_groups) for _ in range(groups)]
     return tuple(Share(size, slab_bytes // (size * stack.unit_bytes) if stack.unit_tokens else 1) for size in sizes)
