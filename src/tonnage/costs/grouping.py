@@ -90,19 +90,20 @@ class _Choice:
 
 def _best(stacks: Sequence[Stack], slabs: Sequence[int], table: int, best: _Choice | None) -> _Choice | None:
     """The best of these slabs, in ascending order, and of ``best``."""
-    ends = [stack.num_ends for stack in stacks]
+    # States first: they are the quickest to price, and most slabs lose by their padding alone.
+    order = sorted(range(len(stacks)), key=lambda i: stacks[i].num_ends)
+    ends = [stacks[i].num_ends for i in order]
     left = [sum(ends[i:]) for i in range(len(stacks) + 1)]
     for slab in slabs:
         if best is not None and left[0] * slab > best.loss:
             break  # half a block of every stack is lost whatever its groups
-        total, groups = 0, []
-        for i, stack in enumerate(stacks):
-            lost, split = _best_split(stack, slab, table)
+        total, groups = 0, [0] * len(stacks)
+        for place, i in enumerate(order):
+            lost, groups[i] = _best_split(stacks[i], slab, table)
             if lost is None:
                 break
             total += lost
-            groups.append(split)
-            if best is not None and total + left[i + 1] * slab > best.loss:
+            if best is not None and total + left[place + 1] * slab > best.loss:
                 break
         else:
             choice = _Choice(total, slab, tuple(groups))
