@@ -11,8 +11,9 @@ import typer
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
 from tonnage.cli.plan import card_of
+from tonnage.cli.planning import FeatureOptions, RankOptions
 from tonnage.errors import UserError
-from tonnage.units import format_bytes, parse_bytes, parse_count
+from tonnage.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
     from tonnage.config import Knobs, LimitKnobs
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tonnage.planner.host_tier import HostTier
     from tonnage.planner.workload import Goal, Workload
     from tonnage.report.fit_table import FitView
+    from tonnage.terms import Rank
 
 LeastMemoryFlag = Annotated[
     bool, typer.Option("--least-memory", help="The smallest device for the workload, instead of a fit on one.")
@@ -67,33 +69,6 @@ class GoalOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedOptions:
-    """Knobs that only plans know."""
-
-    graphs: Annotated[
-        opt.Text, opt.option("--graphs", "SIZES", "Batch sizes with a CUDA graph: none, default, or 1,2,4,8.")
-    ] = None
-    host_kv_bytes: Annotated[
-        opt.Text, opt.option("--host-kv-bytes", "SIZE", "Host memory for the KV of sequences that wait.")
-    ] = None
-
-    def put_into(self, knobs: Knobs) -> Knobs:
-        """Raises ``InvalidSetting``."""
-        from dataclasses import replace
-
-        return replace(
-            knobs,
-            graphs=opt.setting(self.graphs, "--graphs", _text),
-            host_kv_bytes=opt.setting(self.host_kv_bytes, "--host-kv-bytes", parse_bytes),
-        )
-
-
-def _text(text: str, *, knob: str) -> str:
-    del knob  # the planner reads it, once it knows the batch size
-    return text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     """Everything that the flags said."""
 
@@ -104,9 +79,21 @@ class _Asked:
     knobs: Knobs
     limits: LimitKnobs
     dtype: str | None
+    backend: str
+    rank: Rank
+    stage: int | None
 
     def keywords(self) -> dict[str, Any]:
-        return {"knobs": self.knobs, "limit_knobs": self.limits, "dtype": self.dtype}
+        """What every fit is given beside model, device, goal and ranks."""
+        from tonnage.planner import checkpoint_of
+
+        return {
+            "knobs": self.knobs,
+            "limit_knobs": self.limits,
+            "dtype": self.dtype,
+            "backend": self.backend,
+            "checkpoint": checkpoint_of(self.model),
+        }
 
     def command(self, made: Fit, *, sized: str | None = None) -> str:
         """What to type for the same plan; ``sized`` stands in for the device where the answer is one."""
@@ -127,7 +114,8 @@ def fit(
     least_memory: LeastMemoryFlag = False,
     least_ranks: LeastRanksFlag = False,
     pool: opt.PoolOptions,
-    planned: PlannedOptions,
+    features: FeatureOptions,
+    ranks: RankOptions,
     as_json: opt.AsJson = False,
 ) -> None:
     """Choose what was left open, for a goal, giving up as little as possible.
@@ -136,14 +124,18 @@ def fit(
 
     A workload is --users 64 --prompt-tokens 4000 --output-tokens 1000; --least-memory and --least-ranks turn it around.
     """
+    rank = ranks.rank()
     asked = _Asked(
         model=model,
         device=device,
         memory=memory,
         goal=goal.read(),
-        knobs=planned.put_into(pool.knobs()),
-        limits=pool.limits(),
+        knobs=features.knobs(pool),
+        limits=features.limits(pool),
         dtype=pool.weights_dtype(),
+        backend=features.backend,
+        rank=rank,
+        stage=ranks.shown_stage(rank.pp),
     )
     view = _view(asked, least_memory=least_memory, least_ranks=least_ranks)
     if as_json:
@@ -171,6 +163,8 @@ def _view(asked: _Asked, *, least_memory: bool, least_ranks: bool) -> FitView:
             need="--users, --prompt-tokens and --output-tokens",
             remedy="say how many users with how many tokens",
         )
+    if least_ranks and asked.rank.size > 1:
+        raise UserError("--least-ranks looks for the ranks itself", remedy="leave out --tp, --pp, --cp and --ep")
     card = _card(asked, sized=not least_memory)
     config = find_config(asked.model)
     if least_memory:
@@ -180,7 +174,7 @@ def _view(asked: _Asked, *, least_memory: bool, least_ranks: bool) -> FitView:
 
     from tonnage.planner.fit import fit
 
-    made = fit(config, card=card, goal=asked.goal, **asked.keywords())
+    made = fit(config, card=card, goal=asked.goal, rank=asked.rank, **asked.keywords())
     return _shown(made, asked, command=asked.command(made))
 
 
@@ -208,7 +202,7 @@ def _least_memory(config: ModelConfig, card: Card, asked: _Asked) -> FitView:
     from tonnage.planner.least import least_memory
 
     assert not isinstance(asked.goal, str)
-    found = least_memory(config, card=card, workload=asked.goal, **asked.keywords())
+    found = least_memory(config, card=card, workload=asked.goal, rank=asked.rank, **asked.keywords())
     told = f"{format_bytes(found.device_bytes)} of device memory ({found.device_bytes:,} bytes); a MiB less is refused"
     if found.comfortable_bytes is not None:
         told += f". With nothing given up: {format_bytes(found.comfortable_bytes)}"
@@ -240,9 +234,6 @@ def _least_ranks(config: ModelConfig, card: Card, asked: _Asked) -> FitView:
         found.fit,
         asked,
         command=asked.command(found.fit),
-        notes=()
-        if found.num_ranks == 1
-        else ("the plan is that of one device of several; the command plans a single one",),
         inverse={
             "num_ranks": found.num_ranks,
             "tp": found.tp,
@@ -268,7 +259,7 @@ def _shown(
         reached=made.reached,
         order=made.order,
         fitted=made.fitted,
-        plan=made.plan,
+        plan=made.plan if asked.stage is None else made.plans[asked.stage],
         plans=made.plans,
         command=command,
         notes=(*made.notes, *notes),

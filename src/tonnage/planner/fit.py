@@ -7,16 +7,17 @@ everything given up; then as little as possible is given up for that. Whatever t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from shlex import quote
 
 from tonnage.budget.fit import Dimension, Fitted, Value, Values, best_goal, least_sacrifice, sacrificed
 from tonnage.config import Knobs, LimitKnobs
+from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.hardware import Card
 from tonnage.planner.dimensions import dimensions, largest_graph
 from tonnage.planner.host_tier import HostTier, host_tier
-from tonnage.planner.knobs import PLANNED_ONLY
 from tonnage.planner.question import Question
 from tonnage.planner.site import Plans, Site, fewest_tokens, holds, tightest
 from tonnage.planner.unfit import most_resident, workload_refusal
@@ -53,8 +54,12 @@ class Fit:
 
     @property
     def plan(self) -> MemoryPlan:
-        """That of the rank with the fewest tokens."""
-        return tightest(self.plans)
+        """That of the stage whose pool is the smallest by itself; the others follow it."""
+        return next((plan for plan in self.plans if not _follows(plan)), self.plans[0])
+
+
+def _follows(plan: MemoryPlan) -> bool:
+    return any(cap.name == "ranks" and cap.binding for cap in plan.caps)
 
 
 def fit(
@@ -67,12 +72,22 @@ def fit(
     rank: Rank | None = None,
     dtype: str | None = None,
     backend: str = "sdpa",
+    checkpoint: Checkpoint | None = None,
 ) -> Fit:
     """The fit of ``config`` on devices like ``card``, one for each of ``rank``'s ranks (its index is not looked at).
 
     Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each fitted.
     """
-    site = Site.of(config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=rank, dtype=dtype, backend=backend)
+    site = Site.of(
+        config,
+        card=card,
+        knobs=knobs,
+        limit_knobs=limit_knobs,
+        rank=rank,
+        dtype=dtype,
+        backend=backend,
+        checkpoint=checkpoint,
+    )
     return fit_site(site, goal)
 
 
@@ -237,25 +252,44 @@ def _answer(
 
 
 def _flags(question: Question) -> tuple[str, ...]:
-    """Every limit that was chosen or set, and every knob that is set, as they are typed."""
-    asked = question.limit_knobs
-    limits = [(name, getattr(asked, name)) for name in ("max_seq_len", "max_batch_size", "max_num_tokens")]
+    """Every limit that was chosen or set, every knob that is set, ranks and backend, as they are typed."""
+    limits = [(each.name, getattr(question.limit_knobs, each.name)) for each in fields(question.limit_knobs)]
     given = [(name, setting) for name, setting in (*limits, *question.knobs.items()) if setting.is_set]
-    return tuple(f"{_flag(name)} {setting.text or setting.value}" for name, setting in given)
+    found = [f"{_flag(name)} {setting.text or setting.value}" for name, setting in given if name != "prompt_logprobs"]
+    found += ["--prompt-logprobs"] if question.limit_knobs.prompt_logprobs.value else []
+    found += [f"--without {quote(claim)}" for claim in sorted(question.knobs.disabled_claims)]
+    found += [] if question.backend == "sdpa" else [f"--attention {question.backend}"]
+    rank = question.rank
+    found += [f"--{name} {size}" for name in ("tp", "pp", "cp", "ep") if (size := getattr(rank, name)) > 1]
+    found += ["--attention-dp"] if rank.attention_dp else []
+    found += [f"--stage-layers {','.join(str(each) for each in rank.partition)}"] if rank.partition else []
+    return tuple(found)
 
 
 def _notes(question: Question, flags: Sequence[str]) -> tuple[str, ...]:
-    """What of the flags the engine does not obey."""
-    planned = [_flag(name) for name in PLANNED_ONLY if any(flag.split()[0] == _flag(name) for flag in flags)]
+    """What of the flags the engine does not obey, and what was counted otherwise than one might think."""
+    planned = dict.fromkeys(flag.split()[0] for flag in flags if flag.split()[0] not in RUN_FLAGS)
     found = []
     if planned:
-        found.append(f"the engine of this release does not obey {' and '.join(planned)}; only plans do")
+        found.append(f"tonnage run has no {', '.join(planned)} in this release; only plans do")
     if question.kv_dtype != question.dtype:
         found.append(
             f"the engine of this release keeps its cache in the dtype of the weights; {question.kv_dtype} is for plans"
         )
+    if question.rank.attention_dp:
+        found.append("every rank was asked to hold all sequences, though under attention_dp each serves its own")
     return tuple(found)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+#: What ``tonnage run`` knows of the flags of a plan.
+RUN_FLAGS = frozenset(
+    _flag(name)
+    for name in (
+        *("max_seq_len", "max_batch_size", "max_num_tokens", "total_bytes", "keep_free_bytes"),
+        *("kv_fraction", "kv_bytes", "kv_tokens", "kv_dtype", "block_tokens"),
+    )
+)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tonnage.budget.fit import Values, sacrificed, wanted
 from tonnage.budget.search import smallest
 from tonnage.config import Knobs, LimitKnobs
+from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.hardware import Card
@@ -60,12 +61,22 @@ def least_memory(
     rank: Rank | None = None,
     dtype: str | None = None,
     backend: str = "sdpa",
+    checkpoint: Checkpoint | None = None,
 ) -> LeastMemory:
     """The smallest device like ``card`` (its own size is not looked at) with every user of the workload resident.
 
     Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` where a cap that was set keeps every size out.
     """
-    site = Site.of(config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=rank, dtype=dtype, backend=backend)
+    site = Site.of(
+        config,
+        card=card,
+        knobs=knobs,
+        limit_knobs=limit_knobs,
+        rank=rank,
+        dtype=dtype,
+        backend=backend,
+        checkpoint=checkpoint,
+    )
     check_workload(workload, config, site.first.limit_knobs)
     users, length = workload.num_users, workload.seq_tokens
     order = dimensions(site.first, least_rows=users, least_seq_len=length)
@@ -105,6 +116,7 @@ def least_ranks(
     limit_knobs: LimitKnobs | None = None,
     dtype: str | None = None,
     backend: str = "sdpa",
+    checkpoint: Checkpoint | None = None,
 ) -> LeastRanks:
     """The fewest devices like ``card`` with every user of the workload resident; among equal numbers the most tensor
     parallel, which splits the cache of every layer.
@@ -118,7 +130,14 @@ def least_ranks(
         rank = Rank(size=tp * pp, tp=tp, pp=pp)
         try:
             site = Site.of(
-                config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=rank, dtype=dtype, backend=backend
+                config,
+                card=card,
+                knobs=knobs,
+                limit_knobs=limit_knobs,
+                rank=rank,
+                dtype=dtype,
+                backend=backend,
+                checkpoint=checkpoint,
             )
         except UserError:
             if tp * pp == 1:

@@ -9,6 +9,7 @@ from tonnage import planner
 from tonnage.budget.fit import Values
 from tonnage.budget.pool import GroupPrice
 from tonnage.config import Knobs, LimitKnobs
+from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.hardware import Card
@@ -39,12 +40,20 @@ class Site:
         rank: Rank | None = None,
         dtype: str | None = None,
         backend: str = "sdpa",
+        checkpoint: Checkpoint | None = None,
     ) -> Site:
-        """Raises ``UnsupportedModel`` or ``InvalidSetting``."""
+        """Arguments as of ``plan_ranks``. Raises ``UnsupportedModel`` or ``InvalidSetting``."""
         return cls(
             stages=tuple(
                 planner._question(
-                    config, card=card, knobs=knobs, limit_knobs=limit_knobs, rank=each, dtype=dtype, backend=backend
+                    config,
+                    card=card,
+                    knobs=knobs,
+                    limit_knobs=limit_knobs,
+                    rank=each,
+                    dtype=dtype,
+                    backend=backend,
+                    checkpoint=checkpoint,
                 )
                 for each in distinct_ranks(rank or Rank())
             )
@@ -129,7 +138,7 @@ def kv_bytes_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
     """Bytes of a pool that holds them."""
     tokens = tokens_for(plan, num_sequences, seq_tokens)
     layout, local = plan.kv.layout, tokens // plan.rank.cp
-    return layout.slab_bytes * sum(GroupPrice.of(group, plan.limits).blocks(local) for group in layout.groups)
+    return layout.slab_bytes * sum(GroupPrice.of(group, limits=plan.limits).blocks(local) for group in layout.groups)
 
 
 def _unit_tokens(plan: MemoryPlan) -> int:
