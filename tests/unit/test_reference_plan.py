@@ -474,6 +474,23 @@ def test_where_nothing_is_derived(knobs, cp):
     assert made.warnings
 
 
+def test_a_quota_that_is_given_caps_what_is_free():
+    found = replace(measured(), rank=Rank(size=2, cp=2))
+    made = reference_plan(
+        inputs("dense", claim("a", 1000, PEAK), measured=found), replace(V2, max_gpu_total_bytes=9000)
+    )
+    check(made)
+    assert [(step.name, step.after) for step in made.steps[:-1]] == [("peak", 73_500), ("max_gpu_total_bytes", 9000)]
+    assert next(cap.name for cap in made.caps if cap.binding) == "max_gpu_total_bytes"
+
+
+def test_claims_also_live_off_what_a_cap_leaves():
+    made = reference_plan(inputs("dense", claim("tables", 50_000, None)), replace(V1, max_tokens=64))
+    check(made)
+    assert made.line(LineKind.TABLES).bytes == 50_000
+    assert not made.warnings
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """The device under the reference policy as lines: each >= 0, summing exactly to it.
 
-The reference knows the peak, its reserves and the pool. What else is claimed is taken from the slack it leaves; where
-that is not enough such a line is cut to what is there, with its full need as its ``high``, and a warning says so. The
-reference would start all the same, and fail when that memory is first asked for.
+The reference knows the peak, its reserves and the pool. What else is claimed is taken from the slack it leaves, and
+from what the pool does not use; where that is not enough such a line is cut to what is there, with its full need as its
+``high``, and a warning says so. The reference would start all the same, and fail when that memory is first asked for.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def partition(
     charged = [*sides.peak, *sides.pool, *_workspace(sides, pool)]
     on_slack: list[Line] = []
     (kept if is_profiled else on_slack).append(base.line(LineKind.TRANSIENT))
-    used = sum(line.bytes for line in (*kept, *charged))
-    left = measured.device_bytes - used - pool.left_bytes
-    assert left >= 0, f"the lines come to {used + pool.left_bytes}, the device has {measured.device_bytes}"
+    left = measured.device_bytes - sum(line.bytes for line in (*kept, *charged))
+    assert left >= pool.left_bytes, f"{left} are left, less than the {pool.left_bytes} that the pool does not use"
     on_slack += [*sides.outside, *_per_block(sides, pool), base.fragmentation, _page_rounding(base, pool)]
     given, missing, left = _from_slack(on_slack, left)
     lines = _by_kind([*kept, *(line for line in given if line.name == "transient")], [*charged, *given])
-    lines += [_left_over(pool), _slack(left), _exact("unattributed", LineKind.UNATTRIBUTED, 0, _EXPLAINED)]
+    over = _left_over(pool, min(pool.left_bytes, left))
+    lines += [over, _slack(left - over.bytes), _exact("unattributed", LineKind.UNATTRIBUTED, 0, _EXPLAINED)]
     assert sum(line.bytes for line in lines) == measured.device_bytes
     return tuple(lines), missing
 
@@ -129,7 +129,7 @@ def _kv_lines(pool: Pool) -> list[Line]:
         bytes=size, low=max(0, min(low - padding, size)), high=max(high - padding, size), source=_DERIVED, ref=_KV_REF
     )
     groups = tuple(
-        _exact(group.group.name, LineKind.KV, price.group_bytes(group, pool.units), "its blocks in the slabs of all")
+        _exact(group.name, LineKind.KV, price.group_bytes(group, pool.units), "its blocks in the slabs of all")
         for group in price.groups
     )
     blocks = f"{counted(price.num_slabs(pool.units), 'block')} of {format_bytes(price.slab_bytes)}"
@@ -153,10 +153,10 @@ def _page_rounding(base: Charges, pool: Pool) -> Line:
     return _exact("page rounding", LineKind.ROUNDING, lost, f"arenas are committed in pages of {format_bytes(page)}")
 
 
-def _left_over(pool: Pool) -> Line:
+def _left_over(pool: Pool, num_bytes: int) -> Line:
     if not pool.left_by:
-        return _exact("part of a block", LineKind.ROUNDING, pool.left_bytes, "less than the next block needs")
-    return _exact(f"left by {pool.left_by}", LineKind.SLACK, pool.left_bytes, f"not used: {pool.left_by}")
+        return _exact("part of a block", LineKind.ROUNDING, num_bytes, "less than the next block needs")
+    return _exact(f"left by {pool.left_by}", LineKind.SLACK, num_bytes, f"not used: {pool.left_by}")
 
 
 def _slack(num_bytes: int) -> Line:

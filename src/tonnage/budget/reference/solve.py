@@ -167,23 +167,28 @@ def _attended_tokens(asked: Asked, *, is_profiled: bool) -> int | None:
 
 
 def _self_sized(how: Estimation, knobs: ReferenceKnobs, measured: Measured, free_bytes: int) -> Derivation:
-    """Where nothing is derived: what the manager takes by itself, written down like a derivation."""
+    """Where nothing is derived: what the manager takes by itself, written down like a derivation.
+
+    A quota that was given is a cap on what is free, else the fraction of that is taken.
+    """
     used = measured.device_bytes - free_bytes
     if free_bytes < 0:
         raise DoesNotFit("the device is full before any pool", need_bytes=used, have_bytes=measured.device_bytes)
     take = helix_quota if how.method == Method.HELIX_QUOTA else self_sized_bytes
     pool = min(take(knobs, free_bytes=free_bytes), free_bytes)
+    is_given = knobs.manager == "V2" and knobs.max_gpu_total_bytes > 0
+    budget = free_bytes if is_given else pool
     return Derivation(
         total_bytes=measured.device_bytes,
         peak_bytes=used,
         peak_reserves_bytes=0,
         temporary_pool_bytes=0,
-        fraction=knobs.free_gpu_memory_fraction,
-        after_fraction_bytes=pool,
+        fraction=Fraction(1) if is_given else knobs.free_gpu_memory_fraction,
+        after_fraction_bytes=budget,
         pool_reserves_bytes=0,
         workspace=WorkspaceReserve(reserve_bytes=Fraction(0), cap_tokens=None),
-        after_workspace_bytes=pool,
-        after_max_tokens_bytes=pool,
+        after_workspace_bytes=budget,
+        after_max_tokens_bytes=budget,
         pool_bytes=pool,
         max_tokens=knobs.max_tokens or None,
     )
@@ -230,4 +235,4 @@ def _sized(
 
 
 def _cross_slabs(price: PoolPrice) -> int:
-    return sum(group.blocks(0) for group in price.groups if group.group.kind == KVGroupKind.CROSS)
+    return sum(group.blocks(0) for group in price.groups if group.kind == KVGroupKind.CROSS)

@@ -109,7 +109,8 @@ def caps_of(asked: Asked, solved: Solved) -> tuple[Cap, ...]:
     def whole(num_bytes: int) -> int:
         return price.kv_bytes(price.kv_blocks_within(num_bytes))
 
-    found = [("budget", whole(derived.after_workspace_bytes), f"free_gpu_memory_fraction = {derived.fraction}")]
+    share = f"free_gpu_memory_fraction = {derived.fraction}" if derived.fraction < 1 else "what is left"
+    found = [("budget", whole(derived.after_workspace_bytes), share)]
     if knobs.max_tokens and solved.how.method != Method.HELIX_QUOTA:
         cap = derived.after_max_tokens_bytes if knobs.manager == "V1" else solved.found.pool_bytes
         found.append(("max_tokens", whole(cap), f"max_tokens = {knobs.max_tokens:,}"))
