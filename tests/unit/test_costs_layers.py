@@ -299,6 +299,12 @@ def test_compressed_attention():
     assert [layer.mixer.window for layer in made.mtp_layers] == [128]
 
 
+def test_windows_without_a_length_are_noted():
+    made = config("llama", layer_types=["sliding_attention", "full_attention"] * 4, sliding_window=None)
+    assert letters(made) == "FFFFFFFF"
+    assert any("sliding_window is null" in note for note in made.notes)
+
+
 def test_shared_indexers_keep_no_keys():
     made = config("glm_moe_dsa", **LATENT, index_head_dim=128, index_n_heads=4, n_routed_experts=0,
                   indexer_types=["full", "full", "shared", "shared"] * 2)  # fmt: skip
@@ -453,9 +459,16 @@ def test_headless_models_say_so():
         ("llama", {"layer_types": ["sliding_attention"] * 8}, "sliding_window is missing"),
         ("llama", {"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
         ("zamba2", MAMBA, "layers_block_type is missing"),
+        ("gpt_neo", {"attention_types": [[["global"], 10**9]]}, "attention_types with"),
+        ("gpt_neo", {"attention_types": [[["global"], 3]]}, "only 3 layers are described"),
+        ("gpt_neo", {"attention_types": ["global"]}, "attention_types with 'global'"),
+        ("llama4_text", {"attention_chunk_size": 64, "no_rope_layers": [1, 0]}, "only 2 layers are described"),
+        ("llama", {"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers = 1000000"),
         ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "MX"}, "hybrid_override_pattern with 'X'"),
         ("nemotron_h", {**MAMBA, "hybrid_override_pattern": "----"}, "names no layer that mixes"),
         ("deepseek_v4", {"compress_ratios": [5] * 8}, "compress_ratios with 5"),
+        ("deepseek_v4", {"compress_ratios": [{}] * 8}, "compress_ratios with {}"),
+        ("mistral", {"sliding_pattern": "1:0"}, "sliding_pattern = '1:0'"),
         ("mixtral", {"num_local_experts": "many"}, "num_experts = 'many'"),
         ("mixtral", {"num_local_experts": 4, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
         ("llama", {"quantization_config": {"quant_method": "magic"}}, "quantization_config with quant_method 'magic'"),

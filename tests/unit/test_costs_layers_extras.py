@@ -193,8 +193,9 @@ def test_towers(section, raw, tower):
     )  # fmt: skip
 
 
-def test_a_tower_without_sizes_is_noted():
-    made = read(vision_config={"depth": 3})
+@pytest.mark.parametrize("raw", [{"depth": 3}, {"depth": 3, "hidden_size": 32, "mlp_ratio": float("inf")}])
+def test_a_tower_without_sizes_is_noted(raw):
+    made = read(vision_config=raw)
     assert made.towers == ()
     assert any("vision_config" in note and "not priced" in note for note in made.notes)
 

@@ -196,10 +196,11 @@ def _attention(layer: Layer) -> Iterator[Attention]:
 
 def _draft_layers(fields: Fields, kinds: tuple[Kind, ...], parts: FeedForwards) -> tuple[Layer, ...]:
     """Layers for multi-token prediction, each like the model's last ones."""
-    count = fields.optional("num_nextn_predict_layers")
-    if not count or count > LARGEST_LAYERS:
+    count = fields.optional("num_nextn_predict_layers") * (fields.optional("mtp_transformer_layers", 1) or 1)
+    if count > LARGEST_LAYERS:
+        raise fields.error("num_nextn_predict_layers", f"= {count} is outside 0 to {LARGEST_LAYERS:,}")
+    if not count:
         return ()
-    count *= fields.optional("mtp_transformer_layers", 1) or 1
     mixer, beside = draft_mixers(fields, kinds)
     feed = parts.draft()
     return (Layer(mixer=mixer, feed_forward=feed, beside=beside),) * count

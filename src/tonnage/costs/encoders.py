@@ -35,8 +35,9 @@ def _tower(fields: Fields, key: str, raw: Mapping[str, object]) -> Tower | None:
     if str(raw.get("model_type", "")).startswith("qwen2_vl") and _first(raw, ("embed_dim",)):
         width = _first(raw, ("embed_dim",))  # this family's hidden_size is the text model's
     inner = _first(raw, _INNER)
-    if not inner and width and isinstance(raw.get("mlp_ratio"), int | float):
-        inner = int(width * raw["mlp_ratio"])  # type: ignore[operator]
+    ratio = raw.get("mlp_ratio")
+    if not inner and isinstance(ratio, int | float) and 0 < ratio < 1000:
+        inner = int(width * ratio)
     if not num_layers or not width or not inner:
         fields.note(f"{key} does not give layers, width and inner width: its encoder is not priced")
         return None

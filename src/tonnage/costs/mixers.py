@@ -77,6 +77,8 @@ class _Mixers:
             window = window_tokens(fields) if fields.value("sliding_window") != 0 else None
             if window is None and "sliding_window" not in fields.own:
                 window = _class_window(fields)
+            elif window is None and not fields.own["sliding_window"]:
+                fields.note("layer_types names windows, and sliding_window is null: full attention")
         heads = self._heads(layer, is_window=window is not None)
         if heads == 0:
             return None

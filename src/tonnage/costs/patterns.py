@@ -62,6 +62,8 @@ def layer_kinds(fields: Fields, count: int) -> tuple[Kind, ...]:
     """One kind a layer. Raises ``ModelConfigError`` naming the field whose words are not known or too few."""
     for rule in _RULES:
         kinds = rule(fields, count)
+        if kinds is not None and len(kinds) < count:
+            raise fields.error("num_hidden_layers", f"= {count}, and only {len(kinds)} layers are described")
         if kinds is not None:
             return tuple(kinds[:count])
     return (Kind.FULL,) * count
@@ -106,7 +108,7 @@ def _by_compression(fields: Fields, count: int) -> Sequence[Kind] | None:
     if len(ratios) < count:
         raise fields.error("compress_ratios", f"has {len(ratios)} entries for {count} layers")
     words = {0: Kind.WINDOW, 4: Kind.COMPRESSED, 128: Kind.HEAVY}
-    unknown = [ratio for ratio in ratios if ratio not in words]
+    unknown = [ratio for ratio in ratios if not isinstance(ratio, int) or ratio not in words]
     if unknown:
         raise fields.error("compress_ratios", f"with {unknown[0]!r} is not known")
     return [words[ratio] for ratio in ratios]  # type: ignore[index]
@@ -194,11 +196,20 @@ def _by_family(fields: Fields, count: int) -> Sequence[Kind] | None:
         interval = fields.optional("no_rope_layer_interval", 4)
         flags = fields.sequence("no_rope_layers") or [(i + 1) % interval for i in range(count)]
         return [Kind.CHUNK if flag else Kind.FULL for flag in flags]
+    return _by_repeats(fields)
+
+
+def _by_repeats(fields: Fields) -> Sequence[Kind] | None:
+    """Words and how often they repeat: ``[[["global", "local"], 12]]``."""
     types = fields.sequence("attention_types")
-    if types is not None and isinstance(types[0], list):  # [[["global", "local"], 12]]
-        pairs = [(part[0], part[1]) for part in types if isinstance(part, list) and len(part) == 2]
-        return [_WORDS[str(word)] for words, times in pairs for _ in range(times) for word in words]
-    return None
+    kinds: list[Kind] = []
+    for part in types or ():
+        words, times = part if isinstance(part, list) and len(part) == 2 else (None, None)
+        repeated = [_WORDS.get(str(word)) for word in words] if isinstance(words, list) else [None]
+        if None in repeated or not isinstance(times, int) or not 0 < times <= LARGEST_LAYERS:
+            raise fields.error("attention_types", f"with {str(part)[:40]!r} is not known")
+        kinds += [kind for kind in repeated if kind is not None] * times
+    return kinds or None
 
 
 def _by_window(fields: Fields, count: int) -> Sequence[Kind] | None:
@@ -228,9 +239,11 @@ def _full_every(fields: Fields) -> int | None:
         if isinstance(pattern, int) and pattern > 0:
             return pattern
     text = fields.own.get("sliding_pattern")
-    if isinstance(text, str) and text.count(":") == 1:  # "5:1", windows to full layers
-        windows, full = (int(part) for part in text.split(":"))
-        return (windows + full) // full
+    if isinstance(text, str):  # "5:1", windows to full layers
+        windows, _, full = text.partition(":")
+        if not (windows.isdecimal() and full.isdecimal() and int(full)):
+            raise fields.error("sliding_pattern", f"= {text!r} is no ratio of windows to full layers")
+        return (int(windows) + int(full)) // int(full)
     every = 6 if fields.model_type == "mimo_v2_flash" else _FULL_EVERY.get(fields.model_type)
     if every is not None:
         fields.note(f"layer_types is absent: every {every}th layer is full attention, as the family's class has it")
