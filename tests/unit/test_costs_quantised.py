@@ -14,6 +14,7 @@ from tonnage.costs.layers import Quantisation
 from tonnage.costs.price import weights_price
 from tonnage.costs.quantised import Packing, Span
 from tonnage.costs.tensors import Component
+from tonnage.errors import UnsupportedModel
 
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
 ROWS, COLUMNS = 14_336, 4096
@@ -39,6 +40,9 @@ BY_HAND = [
     # weight, weight_scale [rows, 1] float32
     (packing("compressed-tensors", "fp8"), ELEMENTS + ROWS * 4),
     (packing("compressed-tensors", "int8"), ELEMENTS + ROWS * 4),
+    # weight, weight_scale [rows, 32] of 16 bits, or [rows, 128] of one byte
+    (packing("compressed-tensors", "fp8", 128), ELEMENTS + ROWS * 32 * 2),
+    (packing("compressed-tensors", "fp8", 32), ELEMENTS + ROWS * 128),
     # weight, SCB [rows] float32
     (packing("bitsandbytes", "int8"), ELEMENTS + ROWS * 4),
     # qweight [columns, rows / 8] int32, scales [32, rows] float16, qzeros [32, rows / 8] int32
@@ -150,3 +154,8 @@ def test_spans_add():
     span = Span(bytes=3, low=2, high=5)
     assert span + Span.exact(1) == Span(bytes=4, low=3, high=6)
     assert span.times(2) == Span(bytes=6, low=4, high=10)
+
+
+def test_a_format_without_a_formula_is_refused():
+    with pytest.raises(UnsupportedModel, match="'int3' have no price"):
+        weights_price(quantised("gptq", "int3", 128))

@@ -81,16 +81,15 @@ def weights_price(
 
 def tensors_of(config: ModelConfig, *, rank: Rank | None = None, with_mtp: bool = False) -> Iterator[Tensor]:
     """Every tensor of one rank, layer after layer: what ``weights_price`` adds up."""
-    for tensor, count, _prefix in _tensors(config, rank or Rank(), with_mtp=with_mtp, one_by_one=False):
+    for tensor, count, _prefix in _tensors(config, rank or Rank(), with_mtp=with_mtp, packing=None):
         yield replace(tensor, count=tensor.count * count)
 
 
 def _arithmetic(config: ModelConfig, word: int, rank: Rank, *, with_mtp: bool) -> WeightsPrice:
     packing = Packing.of(config)
-    one_by_one = packing is not None and packing.is_per_layer
     spans: dict[Component, Span] = {}
     counts: Counter[Component] = Counter()
-    for tensor, count, prefix in _tensors(config, rank, with_mtp=with_mtp, one_by_one=one_by_one):
+    for tensor, count, prefix in _tensors(config, rank, with_mtp=with_mtp, packing=packing):
         span = _span(tensor, packing, prefix, word).times(count)
         spans[tensor.component] = spans.get(tensor.component, NOTHING) + span
         counts[tensor.component] += tensor.num_elements * count if tensor.counts else 0
@@ -144,14 +143,16 @@ def _is_packed(tensor: Tensor, packing: Packing, prefix: str) -> bool:
     return not packing.keeps(prefix + tensor.module)
 
 
-def _tensors(config: ModelConfig, rank: Rank, *, with_mtp: bool, one_by_one: bool) -> Iterator[tuple[Tensor, int, str]]:
+def _tensors(
+    config: ModelConfig, rank: Rank, *, with_mtp: bool, packing: Packing | None
+) -> Iterator[tuple[Tensor, int, str]]:
     """(tensor, how often, the name its module starts with) of everything on one rank."""
     shape, cut = rank_shape(config, rank), Cut.of(rank)
     traits, _known = traits_of(config)
     build = Build(hidden=config.hidden_size, traits=traits, cut=cut, expert_hidden=expert_hidden(config))
     for tensor in _ends(config, shape, cut, traits):
         yield tensor, 1, "model."
-    for layer, numbers in _layers(config, shape, one_by_one=one_by_one):
+    for layer, numbers in _layers(config, shape, packing):
         for tensor in (*layer_tensors(layer, build), *layer_extras(config, layer)):
             yield tensor, len(numbers), f"model.layers.{numbers[0]}."
     if shape.has_embeddings:
@@ -163,15 +164,15 @@ def _tensors(config: ModelConfig, rank: Rank, *, with_mtp: bool, one_by_one: boo
                 yield replace(tensor, component=Component.MTP), 1, f"model.layers.{number}."
 
 
-def _layers(config: ModelConfig, shape: RankShape, *, one_by_one: bool) -> Iterator[tuple[Layer, list[int]]]:
-    """Layers of this stage with their numbers, equal ones together unless names matter."""
-    if one_by_one:
-        yield from ((settled(config, config.layers[number]), [number]) for number in shape.layers)
-        return
-    same: dict[Layer, list[int]] = {}
+def _layers(config: ModelConfig, shape: RankShape, packing: Packing | None) -> Iterator[tuple[Layer, list[int]]]:
+    """Layers of this stage with their numbers: equal ones together, where the same of their modules stay wide."""
+    named = packing.named() if packing is not None else {}
+    apart = packing is not None and packing.tells_layers_apart
+    same: dict[tuple[Layer, frozenset[str] | int | None], list[int]] = {}
     for number in shape.layers:
-        same.setdefault(_without_source(config.layers[number]), []).append(number)
-    yield from ((settled(config, layer), numbers) for layer, numbers in same.items())
+        key = number if apart else named.get(number)
+        same.setdefault((_without_source(config.layers[number]), key), []).append(number)
+    yield from ((settled(config, layer), numbers) for (layer, _key), numbers in same.items())
 
 
 def _without_source(layer: Layer) -> Layer:

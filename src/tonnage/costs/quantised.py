@@ -13,9 +13,14 @@ from fnmatch import translate
 
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Quantisation
+from tonnage.errors import UnsupportedModel
 from tonnage.units import ceil_div, round_up
 
 _FLOAT32, _FLOAT16 = 4, 2
+_NUMBERED = re.compile(r"\.(\d+)(?:\.(.*))?$")
+#: Methods that store what GPTQ and what AWQ store, by the names that config.json uses.
+_GPTQ = ("gptq", "gptqmodel", "auto-round", "autoround", "intel/auto-round")
+_AWQ = ("awq", "auto_awq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +59,14 @@ class Packing:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Packing | None:
-        """None where the checkpoint packs nothing."""
+        """None where the checkpoint packs nothing. Raises ``UnsupportedModel`` for a format without a formula."""
         if config.quantisation is None:
             return None
+        if config.quantisation.format not in _FORMATS:
+            raise UnsupportedModel(
+                f"{config.name}: weights packed as {config.quantisation.format!r} have no price here",
+                remedy=f"use a checkpoint packed as {', '.join(_FORMATS)}, or one that is not packed",
+            )
         inner = config.raw.get("text_config")
         found = config.raw.get("quantization_config")
         if not isinstance(found, Mapping) and isinstance(inner, Mapping):
@@ -79,7 +89,7 @@ class Packing:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether a compressed-tensors checkpoint has scales alone, as most do, or zero points too."""
+        """Whether groups have scales alone, as most do where it is left open, or zero points too."""
         groups = self.options.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
             weights = group.get("weights") if isinstance(group, Mapping) else None
@@ -87,11 +97,18 @@ class Packing:
                 return False
         return True
 
+    def named(self) -> dict[int, frozenset[str]]:
+        """Modules of single layers that stay wide, by the layer's number: layers with the same ones are alike."""
+        found: dict[int, set[str]] = {}
+        for name in self.names:
+            if match := _NUMBERED.search(name):
+                found.setdefault(int(match.group(1)), set()).add(match.group(2) or "")
+        return {number: frozenset(names) for number, names in found.items()}
+
     @property
-    def is_per_layer(self) -> bool:
-        """Whether some layers keep what others pack."""
-        numbered = any(re.search(r"\.\d+(\.|$)", name) for name in self.names)
-        return numbered or (self.pattern is not None and re.search(r"\d", self.pattern.pattern) is not None)
+    def tells_layers_apart(self) -> bool:
+        """Whether a pattern names a layer by its number: then no two layers are taken to be alike."""
+        return self.pattern is not None and re.search(r"\d", self.pattern.pattern) is not None
 
     def keeps(self, module: str) -> bool:
         """Whether a module stays wide: its name, the name of one it lies in, or the end of one, is listed."""
@@ -103,7 +120,7 @@ class Packing:
         return self.pattern is not None and self.pattern.search(module) is not None
 
     def span(self, rows: int, columns: int) -> Span:
-        """Bytes of one matrix. Raises ``KeyError`` for a format without a formula."""
+        """Bytes of one matrix."""
         return _FORMATS[self.scheme.format](self, rows, columns)
 
 
@@ -127,12 +144,19 @@ def _groups(packing: Packing, columns: int) -> int:
 
 def _fp8(packing: Packing, rows: int, columns: int) -> Span:
     """One byte an element. Block scales: float32 for every 128 x 128 (DeepSeek's ``weight_scale_inv``). Else one
-    float32 a row (dynamic, compressed-tensors and fbgemm) or one a matrix and one for its inputs (static)."""
-    elements, size = rows * columns, packing.scheme.group_size
+    float32 a row (dynamic, compressed-tensors and fbgemm) or one a matrix and one for its inputs (static).
+
+    compressed-tensors may give a row several scales, one for each group: of 16 bits, of one byte for groups of 32.
+    """
+    elements, size, method = rows * columns, packing.scheme.group_size, packing.scheme.method
+    if size and method == "compressed-tensors":
+        scales = rows * ceil_div(columns, size)
+        each = 1 if size == 32 else _FLOAT16
+        return Span(bytes=elements + scales * each, low=elements + scales, high=elements + scales * _FLOAT32)
     if size:
         return Span.exact(elements + ceil_div(rows, size) * ceil_div(columns, size) * _FLOAT32)
     per_matrix, per_row = elements + 2 * _FLOAT32, elements + rows * _FLOAT32
-    best = per_row if packing.scheme.method in ("compressed-tensors", "fbgemm_fp8") else per_matrix
+    best = per_row if method in ("compressed-tensors", "fbgemm_fp8") else per_matrix
     return Span(bytes=best, low=elements + _FLOAT32, high=per_row + 2 * _FLOAT32)
 
 
@@ -142,7 +166,7 @@ def _int8(packing: Packing, rows: int, columns: int) -> Span:
     GPTQ with 8 bits has groups and zero points like its 4-bit form.
     """
     elements = rows * columns
-    if packing.scheme.method in ("gptq", "awq", "auto-round"):
+    if packing.scheme.method in (*_GPTQ, *_AWQ):
         return _grouped(packing, rows, columns, bits=8)
     best = elements + rows * _FLOAT32
     low = best if packing.scheme.method == "bitsandbytes" else elements + rows * _FLOAT16
@@ -162,15 +186,14 @@ def _grouped(packing: Packing, rows: int, columns: int, *, bits: int) -> Span:
     groups = _groups(packing, columns)
     elements = ceil_div(rows * columns * bits, 32) * 4
     scales, zeros = groups * rows * _FLOAT16, ceil_div(groups * rows * bits, 32) * 4
-    method = packing.scheme.method
-    if method == "gptq":
+    total = elements + scales + zeros
+    if packing.scheme.method in _GPTQ:
         index = columns * 4
-        total = elements + scales + zeros
         return Span(bytes=total + index, low=total, high=total + index)
-    if method == "compressed-tensors":
-        total = elements + scales + (0 if packing.is_symmetric else zeros)
-        return Span(bytes=total, low=total, high=total + 16)  # the shape, two int64, where it is kept
-    return Span.exact(elements + scales + zeros)
+    if packing.scheme.method in _AWQ:
+        return Span.exact(total)
+    best = total - zeros if packing.is_symmetric else total
+    return Span(bytes=best, low=best, high=best + 16)  # the shape, two int64, where it is kept
 
 
 def _nf4(packing: Packing, rows: int, columns: int) -> Span:
