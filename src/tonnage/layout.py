@@ -91,6 +91,21 @@ def bytes_per_token(layout: KVLayout) -> int:
     return -(-sum(Fraction(group.block_bytes, group.block_tokens) for group in growing) // 1)
 
 
+def group_families(layout: KVLayout) -> dict[str, tuple[KVGroup, ...]]:
+    """Groups that keep the same for as long, in blocks of as many tokens: alike but for their layers. In order.
+
+    The name of several is what their own names begin with (``state`` for ``state-1`` to ``state-48``).
+    """
+    found: dict[tuple[object, ...], list[KVGroup]] = {}
+    for group in layout.groups:
+        found.setdefault((group.kind, group.window, group.block_tokens), []).append(group)
+    families: dict[str, tuple[KVGroup, ...]] = {}
+    for groups in found.values():
+        name = groups[0].name if len(groups) == 1 else groups[0].name.rpartition("-")[0] or groups[0].name
+        families[name if name not in families else groups[0].name] = tuple(groups)
+    return families
+
+
 def padding_bytes_per_block(layout: KVLayout) -> dict[str, int]:
     """What a slab has beyond the block of each group, by the group's name."""
     return {group.name: layout.slab_bytes - group.block_bytes for group in layout.groups}

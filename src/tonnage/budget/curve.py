@@ -178,7 +178,7 @@ def stack(solved: Solved) -> Stack:
 def _fixed_parts(solved: Solved, num_points: int) -> Iterator[StackPart]:
     """Weights, everything else that is there from the start, then the groups of layers that do not grow."""
     price, weights = solved.price, solved.charged.line(LineKind.WEIGHTS).bytes
-    groups = [(g.group.name, g.blocks(0) * price.block_bytes) for g in price.groups if g.is_fixed]
+    groups = [(g.name, g.blocks(0) * price.block_bytes) for g in price.groups if g.is_fixed]
     others = solved.budget.fixed - weights - sum(size for _, size in groups)
     for name, kind, size in (
         ("weights", LineKind.WEIGHTS, weights),
@@ -192,7 +192,7 @@ def _fixed_parts(solved: Solved, num_points: int) -> Iterator[StackPart]:
 def _growing_parts(price: PoolPrice, units: list[int]) -> Iterator[StackPart]:
     """The groups that grow, the scratch that grows, then the books of blocks and what pages and slabs leave empty."""
     found = [
-        StackPart(name=group.group.name, kind=LineKind.KV, sizes=tuple(price.group_bytes(group, n) for n in units))
+        StackPart(name=group.name, kind=LineKind.KV, sizes=tuple(price.group_bytes(group, n) for n in units))
         for group in price.groups
         if not group.is_fixed
     ]

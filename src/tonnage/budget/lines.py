@@ -82,7 +82,7 @@ def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int], limits:
         return quantity_line("kv", quantity, kind=LineKind.KV, maker=Maker.ARENA, reason=reason)
     children = tuple(
         _exact(
-            group.group.name,
+            group.name,
             LineKind.KV,
             price.group_bytes(group, num_blocks),
             Source.DERIVED,
@@ -98,12 +98,12 @@ def _why_group(group: GroupPrice, price: PoolPrice, num_blocks: int, *, limits: 
     if group.is_fixed:
         return why_fixed(group, limits)
     blocks = group.blocks(num_blocks * price.local_tokens)
-    held = f"{counted(blocks, 'block')} of {counted(group.group.block_tokens, 'token')}"
-    if group.group.window is None:
+    held = f"{counted(blocks, 'block')} of {counted(group.block_tokens, 'token')}"
+    if group.window is None:
         return held
-    if blocks == group.most_blocks:
-        return f"{held}: no more than windows of {group.group.window:,} tokens can show, however long the texts"
-    return f"{held}, for windows of {group.group.window:,} tokens"
+    if group.most_blocks is not None and blocks == group.most_blocks * len(group.groups):
+        return f"{held}: no more than windows of {group.window:,} tokens can show, however long the texts"
+    return f"{held}, for windows of {group.window:,} tokens"
 
 
 def _padding(price: PoolPrice, num_blocks: int) -> list[Line]:

@@ -24,7 +24,7 @@ from tonnage.budget.charges import Charges
 from tonnage.budget.search import largest
 from tonnage.budget.split import Demand, split
 from tonnage.config import Limits
-from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence, window_blocks
+from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence, group_families, window_blocks
 from tonnage.units import ceil_div, round_up
 
 #: Caps that limit the pool itself; the others limit everything the engine takes.
@@ -36,28 +36,48 @@ SPARE_STATES = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPrice:
-    """What one group of layers takes. ``most_blocks`` None: it grows with the tokens without bound.
+    """What groups of layers that are alike take: ``most_blocks`` each; None: they grow with the tokens without bound.
 
-    A group of ``block_tokens`` 0 does not grow at all: it has ``most_blocks`` from the start.
+    Groups of ``block_tokens`` 0 do not grow at all: they have ``most_blocks`` from the start.
     """
 
-    group: KVGroup
+    name: str
+    groups: tuple[KVGroup, ...]
     most_blocks: int | None
 
     @classmethod
-    def of(cls, group: KVGroup, limits: Limits) -> GroupPrice:
-        """By what the layers of the group keep; see the module."""
-        return cls(group=group, most_blocks=_most_blocks(group, limits))
+    def of(cls, *groups: KVGroup, limits: Limits, name: str = "") -> GroupPrice:
+        """By what the layers of the groups keep; see the module."""
+        return cls(name=name or groups[0].name, groups=groups, most_blocks=_most_blocks(groups[0], limits))
+
+    @property
+    def kind(self) -> KVGroupKind:
+        return self.groups[0].kind
+
+    @property
+    def window(self) -> int | None:
+        return self.groups[0].window
+
+    @property
+    def block_tokens(self) -> int:
+        return self.groups[0].block_tokens
 
     @property
     def is_fixed(self) -> bool:
-        return self.group.kind in (KVGroupKind.STATE, KVGroupKind.CROSS)
+        return self.kind in (KVGroupKind.STATE, KVGroupKind.CROSS)
 
     def blocks(self, tokens: int) -> int:
         """Blocks that ``tokens`` cached tokens need, however they are spread over sequences that fill their blocks."""
+        return len(self.groups) * self._blocks_of_one(tokens)
+
+    def used_bytes(self, tokens: int) -> int:
+        """Bytes in use in those blocks."""
+        return self._blocks_of_one(tokens) * sum(group.block_bytes for group in self.groups)
+
+    def _blocks_of_one(self, tokens: int) -> int:
         if self.is_fixed:
             return self.most_blocks or 0
-        grown = ceil_div(tokens, self.group.block_tokens)
+        grown = ceil_div(tokens, self.block_tokens)
         return grown if self.most_blocks is None else min(grown, self.most_blocks)
 
 
@@ -95,7 +115,9 @@ class PoolPrice:
     @classmethod
     def of(cls, layout: KVLayout, charges: Charges, *, limits: Limits, page_bytes: int, cp: int = 1) -> PoolPrice:
         """The price list for one layout at the limits."""
-        groups = tuple(GroupPrice.of(group, limits) for group in layout.groups)
+        groups = tuple(
+            GroupPrice.of(*alike, limits=limits, name=name) for name, alike in group_families(layout).items()
+        )
         local_tokens = _unit_tokens(groups)
         block_tokens = local_tokens * cp
         return cls(
@@ -139,14 +161,14 @@ class PoolPrice:
     def num_slabs(self, units: int) -> int:
         """Slabs of a pool for so many units, the fixed ones included."""
         tokens = units * self.local_tokens
-        return sum(group.blocks(tokens) for group in self.groups)
+        return self.fixed_slabs + sum(group.blocks(tokens) for group in self.groups if not group.is_fixed)
 
     def kv_bytes(self, units: int) -> int:
         return self.slab_bytes * self.num_slabs(units)
 
     def group_bytes(self, group: GroupPrice, units: int) -> int:
         """Bytes in use in the blocks of one group."""
-        return group.blocks(units * self.local_tokens) * group.group.block_bytes
+        return group.used_bytes(units * self.local_tokens)
 
     def padding_bytes(self, units: int) -> int:
         """What the slabs have beyond the blocks that lie in them."""
@@ -197,9 +219,9 @@ class PoolPrice:
         """Windows end growing as scratch does, so one split serves both; rounding may only make it pay for more."""
         windows = tuple(
             Demand(
-                name=group.group.name,
+                name=group.name,
                 rate_bytes=self._unit_bytes(group),
-                ceiling_bytes=(group.most_blocks or 0) * self.block_bytes,
+                ceiling_bytes=(group.most_blocks or 0) * len(group.groups) * self.block_bytes,
             )
             for group in self.groups
             if not group.is_fixed and group.most_blocks is not None
@@ -207,12 +229,12 @@ class PoolPrice:
         return (*self.demands, *windows)
 
     def _unit_bytes(self, group: GroupPrice) -> int:
-        return self.block_bytes * self.local_tokens // group.group.block_tokens
+        return len(group.groups) * self.block_bytes * self.local_tokens // group.block_tokens
 
 
 def _unit_tokens(groups: Sequence[GroupPrice]) -> int:
-    growing = [group.group.block_tokens for group in groups if group.most_blocks is None]
-    bounded = [group.group.block_tokens for group in groups if not group.is_fixed]
+    growing = [group.block_tokens for group in groups if group.most_blocks is None]
+    bounded = [group.block_tokens for group in groups if not group.is_fixed]
     return min(growing or bounded, default=1)
 
 

@@ -93,7 +93,7 @@ def _raise(
     need, have = budget.fixed + pool + outside, budget.cap if limited else budget.device
     parts = [(line.name, line.bytes) for line in charged.fixed]
     parts += [("keep_free", 0 if limited else budget.keep_free), ("other processes", 0 if limited else budget.foreign)]
-    parts += [(group.group.name, group.blocks(0) * price.block_bytes) for group in price.groups if group.is_fixed]
+    parts += [(group.name, group.blocks(0) * price.block_bytes) for group in price.groups if group.is_fixed]
     parts.append((f"one sequence of {counted(limits.max_seq_len, 'token')}", pool))
     shown = sorted((part for part in parts if part[1]), key=lambda part: -part[1])[:5]
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)

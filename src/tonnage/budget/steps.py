@@ -40,7 +40,7 @@ def derivation(solved: Solved) -> tuple[Step, ...]:
     path.take("page rounding", sum(solved.page_losses.values()), why_pages(price.page_bytes))
     for group in price.groups:
         if group.is_fixed:
-            path.take(group.group.name, group.blocks(0) * price.block_bytes, why_fixed(group, inputs.limits))
+            path.take(group.name, group.blocks(0) * price.block_bytes, why_fixed(group, inputs.limits))
     if budget.fraction < 1:
         path.take("kv_fraction", budget.rest - budget.pool, why_fraction(budget.fraction))
     return (*path.steps, *_unit_steps(path.now, solved))
@@ -53,7 +53,7 @@ def _unit_steps(pool: int, solved: Solved) -> list[Step]:
     first = price.total_bytes(1) if len(price.groups) > 1 else price.block_bytes
     growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""
     block = f"{counted(price.block_tokens, 'token')}, {format_bytes(first)} each"
-    if any(group.group.window for group in price.groups) and len(price.groups) > 1:
+    if any(group.window for group in price.groups) and len(price.groups) > 1:
         block += " until windows are full"
     each = f"whole blocks of {block}{growing}, in whole pages"
     steps = [Step(name="blocks", op="tokens for", reason=each, before=pool, operand=first, after=affordable)]

@@ -39,7 +39,7 @@ def counted(number: int, noun: str) -> str:
 def why_fixed(group: GroupPrice, limits: Limits) -> str:
     """Why a group of layers takes the same whatever the number of tokens."""
     rows = counted(limits.max_batch_size, "sequence")
-    if group.group.kind == KVGroupKind.STATE:
+    if group.kind == KVGroupKind.STATE:
         return (
             f"recurrent states of {rows} at once and {SPARE_STATES} spare: without its own a sequence could not run, "
             "and one that is not running leaves its own unused; a smaller max_batch_size gives them to the pool"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tonnage.layout import KVGroup, KVGroupKind
+from tonnage.layout import KVGroup, KVGroupKind, group_families
 from tonnage.report.draw import hanging, plural, spread
 from tonnage.report.plan_json import bytes_per_token
 from tonnage.report.table import origin_text
@@ -52,6 +52,8 @@ PURPOSE = {
     "engine would fail; keep_free_bytes 0 gives it to the cache",
     "foreign": "it is counted so that the cache is not built on memory that is not there",
 }
+#: The step by which the reference policy takes everything beside the cache at once.
+PEAK = "peak"
 #: Lines that have paragraphs of their own.
 TOLD_BEFORE = (LineKind.KV, LineKind.FOREIGN, LineKind.KEEP_FREE)
 #: Where a cap is no matter of memory: what to change instead.
@@ -133,7 +135,11 @@ def _asked(plan: MemoryPlan) -> Iterator[Paragraph]:
     given = [(name, setting) for name, setting in plan.knobs.items() if setting.is_set]
     for name, setting in given:
         yield _told(f"{name} = {setting.text or setting.value} ({origin_text(setting)})")
-    if not given:
+    if any(step.name == PEAK for step in plan.steps):
+        yield _told(
+            "the reference policy: everything beside the cache is one measured peak, and a fraction of the rest"
+        )
+    elif not given:
         yield _told("Nothing else was named, so the cache gets all that the other lines leave")
     for name in sorted(plan.knobs.disabled_claims):
         yield _told(f"{name}: switched off")
@@ -186,8 +192,8 @@ def _became(plan: MemoryPlan) -> Iterator[Paragraph]:
     pieces = "slabs" if len(kv.layout.groups) > 1 else "blocks"
     yield _told(f"The cache is cut into {pieces} of {format_bytes(kv.layout.slab_bytes)}" + _per_token(kv))
     details = {child.name: child for line in plan.lines if line.kind == LineKind.KV for child in line.children}
-    for group in kv.layout.groups:
-        yield _group(group, details.get(group.name))
+    for name, groups in group_families(kv.layout).items():
+        yield _group(name, groups, details.get(name), told={step.reason for step in plan.steps})
     for step in plan.steps:
         if step.op == "tokens for":
             yield _told(f"{format_bytes(step.before)} pay for {plural(step.after, 'token')}: {step.reason}")
@@ -208,6 +214,11 @@ def _became(plan: MemoryPlan) -> Iterator[Paragraph]:
 def _grown(plan: MemoryPlan) -> Iterator[Paragraph]:
     """Lines that the number of tokens decides, beside the cache itself: wholly, or in part."""
     paid = {step.name: step.operand for step in plan.steps if step.op == "-"}
+    if PEAK in paid:
+        beside = [line for line in plan.lines if line.bytes and line.kind != LineKind.KV]
+        told = (f"{format_bytes(line.bytes)} for {line.name}: {line.reason}" for line in beside)
+        yield _told("line by line, what lies beside the cache", details=told)
+        return
     for line in plan.lines:
         if line.kind in TOLD_BEFORE or line.name == "left by kv_fraction" or line.bytes == paid.get(line.name, 0):
             continue
@@ -228,11 +239,18 @@ def _per_token(kv: KVPool) -> str:
     return f", {each.numerator // each.denominator:,} bytes a token"
 
 
-def _group(group: KVGroup, line: Line | None) -> Paragraph:
-    held = f" of {plural(group.block_tokens, 'token')}" if group.block_tokens else ""
-    size = f"a block{held} takes {format_bytes(group.block_bytes)}"
-    told = f"{plural(len(group.layers), 'layer')} ({group.name}): {KEPT_BY_LAYERS[group.kind]}; {size}"
-    return _told(told, "" if line is None else f"{format_bytes(line.bytes)} in all: {line.reason}")
+def _group(name: str, alike: tuple[KVGroup, ...], line: Line | None, *, told: set[str]) -> Paragraph:
+    """Groups that keep the same for as long, in one paragraph; reasons that steps have ``told`` are not repeated."""
+    layers, first = plural(sum(len(group.layers) for group in alike), "layer"), alike[0]
+    held = f" of {plural(first.block_tokens, 'token')}" if first.block_tokens else ""
+    size = f"a block{held} takes {format_bytes(first.block_bytes)}"
+    if len(alike) > 1:
+        size = f"in {len(alike)} groups, so that their blocks fill the slabs; {size}"
+    kept = f"{layers} ({name}): {KEPT_BY_LAYERS[first.kind]}; {size}"
+    if line is None:
+        return _told(kept)
+    why = "" if line.reason in told else f": {line.reason}"
+    return _told(kept, f"{format_bytes(line.bytes)} in all{why}")
 
 
 def _cap(cap: Cap) -> Paragraph:

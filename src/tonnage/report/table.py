@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tonnage.config import Origin, Setting
+from tonnage.layout import group_families
 from tonnage.report.draw import COLOURS, grid, hanging, plural, share, show, slice_bar, spread
 from tonnage.report.flags import flags_text
 from tonnage.report.plan_json import bytes_per_token
@@ -145,9 +146,8 @@ def pool_text(plan: MemoryPlan) -> Text:
         text.append(f"\n          {per_token} bytes a token, {format_bytes(kv.layout.slab_bytes)} a block")
     else:
         text.append(f" in {plural(kv.num_slabs, 'slab')} of {format_bytes(kv.layout.slab_bytes)}")
-        text.append(
-            f"\n          {per_token} bytes a token beyond the windows, {len(kv.layout.groups)} groups of layers"
-        )
+        kinds = len(group_families(kv.layout))
+        text.append(f"\n          {per_token} bytes a token beyond the windows, {kinds} kinds of layers")
     if plan.rank.cp > 1:
         text.append(f", spread over {plan.rank.cp} ranks of context parallelism")
     text.append("\n          room for ")
