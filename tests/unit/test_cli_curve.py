@@ -27,7 +27,8 @@ from tonnage.terms import MemoryPlan
 from tonnage.units import GiB
 
 Program = Callable[..., Ended]
-LLAMA = Path(__file__).resolve().parents[2] / "examples" / "configs" / "llama-3.1-8b"
+CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
+LLAMA, LATENT = CONFIGS / "llama-3.1-8b", CONFIGS / "deepseek-v2-lite"
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +148,32 @@ def test_every_group_of_layers_is_in_the_legend() -> None:
     told = shown(curve(inputs(200_000, groups=GROUPS, rows=3)))
     for name in ("weights", "state", "full", "window", "gather"):
         assert re.search(rf"^ +\S\S {name} +[\d.]+ ", told, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--attended-tokens 1000000",
+        "--scratch reserve --attended-tokens 300000",
+        "--kv-tokens 400000 --max-batch-size 64",
+        "--tp 2 --attention-dp --ep 2",
+        "--tp 2 --pp 2 --kv-fraction 9/10",
+        "--like vllm:gpu_memory_utilization=0.8",
+        "--without sampler --block-tokens 64",
+    ],
+)
+def test_the_current_point_is_the_plan_of_the_same_flags(tonnage: Program, flags: str) -> None:
+    asked = [str(LATENT), "--device", "H100", "--attention", "trtllm", *f"--kv-dtype fp8 {flags} --json".split()]
+    planned, drawn = tonnage("plan", *asked), tonnage("curve", *asked)
+    assert (planned.code, drawn.code) == (0, 0) or (planned.code, planned.err) == (drawn.code, drawn.err)
+    if planned.code:
+        return
+    made, points = json.loads(planned.out), json.loads(drawn.out)["attended"]["points"]
+    (current,) = (point for point in points if "current setting" in point["marks"])
+    assert (current["kv_tokens"], current["kv_bytes"]) == (made["kv"]["tokens"], made["kv"]["bytes"])
+    assert current["attended_cap"] == made["attended_cap"]
+    assert json.loads(drawn.out)["stack"]["plan_tokens"] == made["kv"]["tokens"]
 
 
 def test_one_sequence_is_one_point() -> None:

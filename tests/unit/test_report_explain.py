@@ -15,9 +15,11 @@ import pytest
 from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 from report_samples import make_plan
 from rich.console import Console
+from shapes import config as shape
 from test_budget_curve import GROUPS, Gather, claim, inputs
 
 from tonnage.budget.plan import plan
+from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.hardware import card_for
 from tonnage.planner import find_config, plan_without_device
@@ -72,11 +74,31 @@ def made_by_hand(name: str) -> MemoryPlan:
     return plan(asked[name])
 
 
+@cache
+def by_reference(**asked: Any) -> MemoryPlan:
+    card = card_for("H100", None)
+    return plan_without_device(find_config(LLAMA), card=card, reference=ReferenceKnobs(**asked))
+
+
+@cache
+def published(key: str) -> MemoryPlan:
+    """A model whose layers keep different things."""
+    limit = LimitKnobs(max_seq_len=flag("max_seq_len", 32_768))
+    return plan_without_device(shape(key), card=card_for(None, 300 * GiB), limit_knobs=limit)
+
+
 BY_HAND = ("several groups", "growing scratch", "smallest rank", "reserved")
 
 
 def all_plans() -> Iterator[tuple[str, MemoryPlan]]:
     yield from ((name, planned(name)) for name in PLANS)
+
+
+@cache
+def told_of_all() -> str:
+    made = [*(each for _, each in all_plans()), *map(made_by_hand, BY_HAND), by_reference(), published("gemma-3-12b")]
+    # Notes of a model name fields of its config.json, which are not words of ours.
+    return "\n".join(text_of(replace(each, warnings=())) for each in (*made, published("qwen3-next-80b-a3b")))
 
 
 def walk(lines: tuple[Line, ...]) -> Iterator[Line]:
@@ -169,6 +191,30 @@ def test_each_kind_of_layer_has_its_words() -> None:
     assert "bytes a token" not in told
 
 
+def test_groups_that_are_alike_are_told_together() -> None:
+    told = text_of(published("qwen3-next-80b-a3b"))
+    assert re.search(
+        r"^36 layers \(state\): one state for each sequence, .*; in \d+ groups, so that", told, re.MULTILINE
+    )
+    assert told.count("recurrent states of 256 sequences") == 1
+    assert "40 layers (window-1024): keys and values of the last tokens only" in text_of(published("gemma-3-12b"))
+
+
+def test_the_reference_policy_is_explained_by_its_own_steps() -> None:
+    made = by_reference()
+    told = text_of(made)
+    assert "What was asked\n" in told
+    assert "the reference policy: everything beside the cache is one measured peak" in told
+    assert "Nothing else was named" not in told
+    peak = next(step for step in made.steps if step.name == "peak")
+    assert f"{format_bytes(peak.operand)} for peak: " in told
+    for line in made.lines:
+        if line.bytes and line.kind != "kv":
+            assert f"{format_bytes(line.bytes)} for {line.name}: " in told, line.name
+    for about, reason in reasons(made):
+        assert len(reason.split()) >= 2, f"{about}: {reason!r}"
+
+
 def test_scratch_that_grows_is_told_with_what_a_step_may_attend_to() -> None:
     told = text_of(made_by_hand("growing scratch"))
     assert "One step may attend to at most 500 tokens" in told
@@ -216,7 +262,7 @@ FIELD_WORDS = (
     "activation", "adapter", "admission", "allocator", "arena", "attend", "attention", "batch", "block", "bucket",
     "cache", "cap", "captured", "chunk", "claim", "collectives", "communicator", "context", "decode", "draft", "dtype",
     "encoder", "expert", "fragmentation", "graph", "group", "indexer", "kernel", "keys", "latent", "layer", "lend",
-    "lent", "library", "log-prob", "logits", "look-ahead", "page", "page table", "penalties", "pool", "prefill",
+    "lent", "library", "log-prob", "logits", "look-ahead", "page", "page table", "peak", "penalties", "pool", "prefill",
     "probe", "prompt", "rank", "recurrent", "reserve", "sampler", "scratch", "sequence", "slab", "slot", "stage",
     "state", "step", "suspended", "table", "tile", "token", "transient", "vocabulary", "weights", "window",
     "workspace",
@@ -232,12 +278,12 @@ def in_glossary(word: str) -> bool:
 
 @pytest.mark.parametrize("word", FIELD_WORDS)
 def test_words_of_the_field_are_in_the_glossary(word: str) -> None:
-    told = "\n".join(text_of(made) for _, made in all_plans()) + "\n".join(text_of(made_by_hand(n)) for n in BY_HAND)
+    told = told_of_all()
     if re.search(rf"\b{re.escape(word)}(s|es|ed)?\b", told.lower()):
         assert in_glossary(word), f"{word!r} is told and docs/glossary.md does not explain it"
 
 
 def test_names_of_settings_are_in_the_glossary() -> None:
-    told = "\n".join(text_of(made) for _, made in all_plans())
+    told = told_of_all()
     for name in sorted(set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", told))):
         assert f"`{name}`" in GLOSSARY, f"{name} is told and docs/glossary.md does not name it"
