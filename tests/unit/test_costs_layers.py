@@ -105,6 +105,9 @@ def letters(model: ModelConfig) -> str:
             "SSSLSSSL",
         ),
         ("deepseek_v3", LATENT, "LLLLLLLL"),
+        ("deepseek_v2", {"kv_lora_rank": None}, "FFFFFFFF"),
+        ("deepseek_v2", {"use_mla": False}, "FFFFFFFF"),
+        ("deepseek_v2", {}, "LLLLLLLL"),
         ("mamba2", {"num_heads": 8, "head_dim": 64, "state_size": 16, "n_groups": 2, "conv_kernel": 4}, "SSSSSSSS"),
         (
             "nobody_knows",

@@ -93,6 +93,14 @@ def test_packed_matrices(raw, packed):
     assert made == Quantisation(method=method, format=name, group_size=size, kept=kept)
 
 
+def test_a_packed_model_without_a_dtype_computes_in_bfloat16():
+    """So is the first large model in four bits published; a plain one would be float32."""
+    raw = {key: value for key, value in BASE.items() if key != "torch_dtype"}
+    made = ModelConfig.from_dict({**raw, "quantization_config": {"quant_method": "mxfp4"}}, name="tiny")
+    assert made.dtype == "bfloat16"
+    assert any("dtype is absent: bfloat16" in note for note in made.notes)
+
+
 def test_plain_matrices():
     assert read().quantisation is None
     assert read(quantization_config={}).quantisation is None

@@ -130,7 +130,7 @@ def _config(fields: Fields) -> ModelConfig:
         Layer(mixer=mixer, feed_forward=feed, beside=beside)
         for (mixer, beside), feed in zip(mixers, feeds, strict=True)
     )
-    heads = _Heads.of(fields, layers)
+    heads, packing = _Heads.of(fields, layers), quantisation(fields)
     window = max((m.window for layer in layers for m in _attention(layer) if m.window is not None), default=None)
     return ModelConfig(
         name=fields.name,
@@ -150,13 +150,13 @@ def _config(fields: Fields) -> ModelConfig:
         tie_word_embeddings=fields.flag(
             "tie_word_embeddings", default=family is not None and family.tie_word_embeddings
         ),
-        dtype=_dtype(fields),
+        dtype=_dtype(fields, is_packed=packing is not None),
         qkv_bias=_bias(fields, "attention_bias", rule=family.qkv_bias if family else False),
         out_bias=_bias(fields, "attention_bias", rule=family.out_bias if family else False),
         mlp_bias=_bias(fields, "mlp_bias", rule=family.mlp_bias if family else False),
         qk_norm=family is not None and family.qk_norm,
         sliding_window=window,
-        quantisation=quantisation(fields),
+        quantisation=packing,
         towers=towers(fields),
         unsupported=_unsupported(fields.outer, fields.inner, window=window, layers=layers),
         notes=tuple(fields.notes),
@@ -217,8 +217,11 @@ def _positions(fields: Fields) -> int:
     return fields.count("max_position_embeddings")
 
 
-def _dtype(fields: Fields) -> str:
+def _dtype(fields: Fields, *, is_packed: bool) -> str:
     text = fields.own.get("dtype") or fields.own.get("torch_dtype") or fields.outer.get("dtype")
+    if text is None and is_packed:
+        fields.note("dtype is absent: bfloat16 assumed, packed matrices are unpacked to it")
+        return "bfloat16"
     if text is None:
         fields.note("dtype is absent: float32, as transformers takes it")
         return "float32"

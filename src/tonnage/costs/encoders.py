@@ -64,7 +64,7 @@ def _tower(fields: Fields, key: str, raw: Mapping[str, object]) -> Tower | None:
 def _projector(fields: Fields, raw: Mapping[str, object], width: int) -> int:
     """Weights between tower and text model: two matrices, the first over the patches merged into one token."""
     merge = _first(raw, ("spatial_merge_size",)) or 1
-    text = fields.own.get("hidden_size")
+    text = fields.value("hidden_size")
     if not isinstance(text, int):
         return 0
     merged = width * merge * merge

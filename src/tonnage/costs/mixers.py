@@ -39,7 +39,9 @@ class _Mixers:
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
-        self.has_latent = fields.value("kv_lora_rank") is not None
+        # A null, or a flag of its own: models of a latent family that attend plainly.
+        self.is_plain = fields.own.get("kv_lora_rank", 1) is None or not fields.flag("use_mla", default=True)
+        self.has_latent = not self.is_plain and fields.value("kv_lora_rank") is not None
         self.is_compressed = fields.model_type == "deepseek_v4" or fields.sequence("compress_ratios") is not None
         self.has_encoder = fields.flag("is_encoder_decoder")
         self.by_layer = any(isinstance(fields.own.get(key), list | Mapping) for key in _PER_LAYER)
@@ -85,11 +87,13 @@ class _Mixers:
         kv_heads = self._kv_heads(layer, heads=heads, is_window=window is not None)
         head_dim = self._head_dim(layer, is_window=window is not None)
         values = fields.optional("swa_v_head_dim") if window is not None else 0
+        if not values and not (self.is_plain and "v_head_dim" not in fields.own):
+            values = fields.optional("v_head_dim")
         return Attention(
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            v_head_dim=values or fields.optional("v_head_dim") or head_dim,
+            v_head_dim=values or head_dim,
             window=window,
             is_cross=kind is Kind.CROSS,
         )
