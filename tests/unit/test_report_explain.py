@@ -215,6 +215,11 @@ def test_the_reference_policy_is_explained_by_its_own_steps() -> None:
         assert len(reason.split()) >= 2, f"{about}: {reason!r}"
 
 
+def test_caps_of_the_reference_policy_say_what_to_raise() -> None:
+    told = text_of(by_reference(max_tokens=200_000))
+    assert "Nothing: max_tokens = 200,000 holds the cache back, not memory; for more, raise max_tokens." in told
+
+
 def test_scratch_that_grows_is_told_with_what_a_step_may_attend_to() -> None:
     told = text_of(made_by_hand("growing scratch"))
     assert "One step may attend to at most 500 tokens" in told

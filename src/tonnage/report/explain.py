@@ -61,6 +61,8 @@ NO_MEMORY_HELPS = {
     "kv_tokens": "raise kv_tokens",
     "limits": "raise max_batch_size or max_seq_len",
     "ranks": "give the smallest rank more",
+    "max_tokens": "raise max_tokens",
+    "max_gpu_total_bytes": "raise max_gpu_total_bytes",
 }
 
 
