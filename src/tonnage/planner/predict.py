@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.config import Limits
-from tonnage.costs.activations import forward_peak, predicted, reserved_for, sampler_bytes
+from tonnage.costs.activations import Peak, encoder_peak, forward_peak, predicted, reserved_for, sampler_bytes
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.context import context_bytes, graph_bytes, library_bytes
 from tonnage.costs.ranks import rank_shape
@@ -43,14 +43,28 @@ def _stages(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtyp
     found = []
     for name, shape in (("prefill", prefill), ("decode", decode)):
         peak = forward_peak(config, num_tokens=shape.num_tokens, logits_rows=rows, dtype=dtype, rank=rank)
-        allocated = predicted(peak.bytes, ref=f"costs.activations: {peak.phase} phase of {shape.num_tokens:,} tokens")
-        found.append(_stage(name, shape, allocated, card.kind))
+        found.append(_stage(name, shape, peak.quantity(ref=_ref(peak, shape.num_tokens)), card.kind))
+    if encoder := _encoder_peak(config, limits, dtype=dtype, rank=rank):
+        shape = StepShape(num_tokens=limits.max_encoder_tokens)
+        found.append(_stage("encoder", shape, encoder.quantity(ref=_ref(encoder, shape.num_tokens)), card.kind))
     if not rank_shape(config, rank).has_head:
         return tuple(found)  # only the last pipeline stage samples
     sampled = sampler_bytes(config, logits_rows=rows, dtype=dtype, device_kind=card.kind)
     allocated = predicted(sampled, ref=f"costs.activations: {rows:,} rows of logits and what sampling takes")
     found.append(_stage("sampler", decode, allocated, card.kind))
     return tuple(found)
+
+
+def _encoder_peak(config: ModelConfig, limits: Limits, *, dtype: str, rank: Rank) -> Peak | None:
+    """The widest of the towers, which lie on the first pipeline stage and run one at a time."""
+    if not limits.max_encoder_tokens or not rank_shape(config, rank).has_embeddings:
+        return None
+    peaks = (encoder_peak(tower, num_tokens=limits.max_encoder_tokens, dtype=dtype) for tower in config.towers)
+    return max(peaks, key=lambda peak: peak.bytes, default=None)
+
+
+def _ref(peak: Peak, num_tokens: int) -> str:
+    return f"costs.activations: {peak.phase} phase of {num_tokens:,} tokens"
 
 
 def _stage(name: str, shape: StepShape, allocated: Quantity, device_kind: str) -> StagePeak:
