@@ -18,18 +18,27 @@ Reaches = Callable[[Values], bool]
 @st.composite
 def grids(draw: st.DrawFn) -> tuple[tuple[Dimension, ...], Reaches]:
     """Up to four dimensions of up to five values, and a target reached above any of a few corners: any monotone
-    function of a grid is of that form."""
+    function of a grid is of that form. The last dimension may be unordered: its values have corners each its own."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    ordered = draw(st.booleans())
     order = tuple(
-        Dimension(name=f"d{place}", values=tuple(range(100, 100 - size, -1)), costs=f"cost {place}")
+        Dimension(
+            name=f"d{place}",
+            values=tuple(range(100, 100 - size, -1)),
+            costs=f"cost {place}",
+            ordered=ordered or place < len(sizes) - 1,
+        )
         for place, size in enumerate(sizes)
     )
     corner = st.tuples(*(st.integers(0, size - 1) for size in sizes))
     corners = draw(st.lists(corner, max_size=5))
 
+    def above(places: tuple[int, ...], corner: tuple[int, ...]) -> bool:
+        last = places[-1] >= corner[-1] if ordered else places[-1] == corner[-1]
+        return last and all(at >= least for at, least in zip(places[:-1], corner[:-1], strict=True))
+
     def reaches(values: Values) -> bool:
-        places = places_of(order, values)
-        return any(all(at >= least for at, least in zip(places, corner, strict=True)) for corner in corners)
+        return any(above(places_of(order, values), corner) for corner in corners)
 
     return order, reaches
 
@@ -79,7 +88,7 @@ def test_a_sacrifice_is_never_idle(grid: tuple[tuple[Dimension, ...], Reaches], 
     """One step back in any dimension, with everything before it given up whole, loses the target."""
     order, reaches = grid
     found = least_sacrifice(order, reaches)
-    if found is None or which >= len(order):
+    if found is None or which >= len(order) or not order[which].ordered:
         return
     values, dimension = found.as_mapping(), order[which]
     at = dimension.values.index(values[dimension.name])
@@ -138,6 +147,22 @@ def test_what_cannot_be_reached_is_none() -> None:
 def test_an_open_goal_is_the_best_of_everything_given_up() -> None:
     assert best_goal(ORDER, lambda goal, values: room(values) >= goal, low=1, high=1000) == 90
     assert best_goal(ORDER, lambda goal, values: room(values) >= goal, low=1, high=50) == 50
+
+
+def widened(goal: int, values: Values) -> bool:
+    """A narrow kind that costs more than it saves where there are many rows."""
+    rows = int(values["rows"])
+    return goal <= 100 - 10 * rows - (30 if values["kind"] == "wide" else 5 * rows * rows)
+
+
+def test_one_dimension_may_be_in_its_own_way() -> None:
+    order = (replace(ORDER[0], values=(8, 4, 3)), replace(ORDER[1], ordered=False))
+    assert best_goal(order, widened, low=1, high=1000) == 40
+    found = least_sacrifice(order, lambda values: widened(40, values))
+    assert found is not None
+    assert found.as_mapping() == {"rows": 3, "kind": "wide"}
+    with pytest.raises(ValueError, match="only the most precious"):
+        best_goal(order[::-1], widened, low=1, high=1000)
 
 
 def test_no_dimensions_and_no_values() -> None:

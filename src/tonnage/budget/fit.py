@@ -6,7 +6,8 @@ reach the target the best is the one that keeps the most precious dimension best
 
 Giving up more never loses the target (``reaches`` is monotone), so that choice needs no search over combinations:
 from the most precious dimension to the least, take the best value with which the target is still reached while
-everything less precious is given up whole.
+everything less precious is given up whole. Only the most precious dimension may be ``ordered=False``: its values are
+tried one by one, so that one of them may be in the way of another (a narrower cache that has to be widened for use).
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ Values: TypeAlias = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """One knob. ``values`` run from the most wanted to the most sacrificed; ``costs`` is what giving it up costs."""
+    """One knob. ``values`` run from the most wanted to the most sacrificed; ``costs`` is what giving it up costs.
+
+    ``ordered``: a later value never loses what an earlier one reaches.
+    """
 
     name: str
     values: tuple[Value, ...]
     costs: str
+    ordered: bool = True
 
     def __post_init__(self) -> None:
         if not self.values:
@@ -67,6 +72,16 @@ def sacrificed(order: Sequence[Dimension]) -> dict[str, Value]:
     return {dimension.name: dimension.values[-1] for dimension in order}
 
 
+def last_resorts(order: Sequence[Dimension]) -> list[dict[str, Value]]:
+    """Everything given up, once for each value of a dimension that is not ordered, the most sacrificed first."""
+    if any(not dimension.ordered for dimension in order[:-1]):
+        raise ValueError("only the most precious dimension may be unordered")
+    everything = sacrificed(order)
+    if not order or order[-1].ordered:
+        return [everything]
+    return [everything | {order[-1].name: value} for value in reversed(order[-1].values)]
+
+
 def least_sacrifice(
     order: Sequence[Dimension],
     reaches: Callable[[Values], bool],
@@ -78,11 +93,12 @@ def least_sacrifice(
     ``reaches`` must be monotone: what it holds for, it holds for with more given up. ``why(values, name, wanted)``
     tells what giving up ``name`` buys: ``values`` are those chosen, ``wanted`` what it would have been.
     """
-    values = sacrificed(order)
-    if not reaches(values):
+    values = next((values for values in last_resorts(order)[::-1] if reaches(values)), None)
+    if values is None:
         return None
     for dimension in reversed(order):
-        values[dimension.name] = _best(dimension, values, reaches)
+        if dimension.ordered:
+            values[dimension.name] = _best(dimension, values, reaches)
     found = tuple(
         Sacrifice(
             name=dimension.name,
@@ -102,8 +118,13 @@ def best_goal(order: Sequence[Dimension], reaches: Callable[[int, Values], bool]
 
     ``reaches(goal, values)`` must be monotone in the goal too: once out of reach, so is everything larger.
     """
-    everything = sacrificed(order)
-    return largest(lambda goal: reaches(goal, everything), low=low, high=high)
+    found = None
+    for values in last_resorts(order):
+        # Only what is more than was found already is of interest.
+        more = largest(lambda goal, values=values: reaches(goal, values), low=low, high=high)  # type: ignore[misc]
+        if more is not None:
+            found, low = more, more + 1
+    return found
 
 
 def _best(dimension: Dimension, values: Values, reaches: Callable[[Values], bool]) -> Value:

@@ -118,7 +118,7 @@ def fit(
     ranks: RankOptions,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Choose what was left open, for a goal, giving up as little as possible.
+    """Choose what was left open, giving up as little as a goal takes.
 
     MODEL is as in tonnage plan. Example: tonnage fit ./llama-3.1-8b --device H100 --goal longest-context
 

@@ -59,7 +59,10 @@ def dimensions(question: Question, *, least_rows: int = 1, least_seq_len: int | 
         candidates["max_seq_len"] = halved(question.config.max_position_embeddings, least_seq_len)
     order = OPEN_ORDER if least_seq_len is None else WORKLOAD_ORDER
     return tuple(
-        Dimension(name=name, values=candidates[name], costs=COSTS[name]) for name in order if name in candidates
+        # A narrow cache may have to be widened for use, in scratch that grows with it: less is not always less.
+        Dimension(name=name, values=candidates[name], costs=COSTS[name], ordered=name != "kv_dtype")
+        for name in order
+        if name in candidates
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tonnage.budget.fit import Values, sacrificed, wanted
+from tonnage.budget.fit import wanted
 from tonnage.budget.search import smallest
 from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.checkpoint import Checkpoint
@@ -15,7 +15,7 @@ from tonnage.hardware import Card
 from tonnage.planner.dimensions import dimensions
 from tonnage.planner.fit import Fit, fit_site
 from tonnage.planner.remedies import MOST_BYTES
-from tonnage.planner.site import Site, holds
+from tonnage.planner.site import Plans, Site, holds
 from tonnage.planner.unfit import can_hold, workload_refusal
 from tonnage.planner.workload import Workload, check_workload
 from tonnage.terms import Rank
@@ -81,16 +81,14 @@ def least_memory(
     users, length = workload.num_users, workload.seq_tokens
     order = dimensions(site.first, least_rows=users, least_seq_len=length)
 
-    def enough(values: Values) -> Callable[[int], bool]:
-        fixed = site.at(values)
-        return lambda mib: fixed.on(mib * MiB).reaches(
-            {}, lambda plans: holds(plans, num_sequences=users, seq_tokens=length)
-        )
+    def met(plans: Plans) -> bool:
+        return holds(plans, num_sequences=users, seq_tokens=length)
 
-    least = _smallest_size(enough(sacrificed(order)), low=max(stage.weights.bytes for stage in site.stages) // MiB)
+    low = max(stage.weights.bytes for stage in site.stages) // MiB
+    least = _smallest_size(lambda mib: can_hold(site.on(mib * MiB), users, length), low=low)
     if least is None:
         raise workload_refusal(site.on(MOST_BYTES), workload, order)
-    comfortable = _smallest_size(enough(wanted(order)), low=least)
+    comfortable = _smallest_size(lambda mib: site.on(mib * MiB).reaches(wanted(order), met), low=least)
     return LeastMemory(
         device_bytes=least * MiB,
         comfortable_bytes=None if comfortable is None else comfortable * MiB,

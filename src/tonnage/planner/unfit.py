@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tonnage.budget.fit import Dimension, sacrificed
+from tonnage.budget.fit import Dimension, Values, last_resorts, sacrificed
 from tonnage.budget.search import largest
 from tonnage.errors import DoesNotFit
 from tonnage.planner.dimensions import dimensions
@@ -22,8 +22,20 @@ def can_hold(site: Site, num_users: int, seq_tokens: int) -> bool:
     limits = (asked.max_batch_size, num_users), (asked.max_num_tokens, num_users), (asked.max_seq_len, seq_tokens)
     if any(setting.is_set and setting.or_else(0) < least for setting, least in limits):
         return False
+    return last_resort(site, num_users, seq_tokens) is not None
+
+
+def last_resort(site: Site, num_users: int, seq_tokens: int) -> Values | None:
+    """Values with everything given up with which they are all resident; None where there are none."""
     order = dimensions(site.first, least_rows=num_users, least_seq_len=seq_tokens)
-    return site.reaches(sacrificed(order), lambda plans: holds(plans, num_sequences=num_users, seq_tokens=seq_tokens))
+    return next(
+        (
+            values
+            for values in last_resorts(order)
+            if site.reaches(values, lambda plans: holds(plans, num_sequences=num_users, seq_tokens=seq_tokens))
+        ),
+        None,
+    )
 
 
 def most_resident(site: Site, workload: Workload) -> int | None:
@@ -72,18 +84,20 @@ def _remedies(site: Site, workload: Workload, order: Sequence[Dimension], reside
     if tier is not None:
         size = size_text(round_up(tier.kv_bytes, MiB))
         found.append(f"set host_kv_bytes to {size} ({tier.told()}; {NOT_YET})")
-    aim = Aim(site.at(sacrificed(order)).first, _works(site, workload))
+    others = {name: value for name, value in sacrificed(order).items() if name != "kv_dtype"}
+    aim = Aim(site.at(others).first, _works(site, workload, order))
     finders = (smaller_num_tokens, *MONEY) if site.first.limit_knobs.max_num_tokens.is_set else MONEY
     return [remedy for remedy in found if remedy] + found_by(finders, aim)
 
 
-def _works(site: Site, workload: Workload) -> Callable[[Question], bool]:
-    def works(question: Question) -> bool:
-        return site.like(question).reaches(
-            {}, lambda plans: holds(plans, num_sequences=workload.num_users, seq_tokens=workload.seq_tokens)
-        )
+def _works(site: Site, workload: Workload, order: Sequence[Dimension]) -> Callable[[Question], bool]:
+    """Whether a changed question, with any dtype of the cache that was left open, holds the workload."""
+    dtypes = [{name: value for name, value in values.items() if name == "kv_dtype"} for values in last_resorts(order)]
 
-    return works
+    def met(plans: Plans) -> bool:
+        return holds(plans, num_sequences=workload.num_users, seq_tokens=workload.seq_tokens)
+
+    return lambda question: any(site.like(question).reaches(dtype, met) for dtype in dtypes)
 
 
 def _shorter(site: Site, workload: Workload) -> str | None:
@@ -98,10 +112,11 @@ def _shorter(site: Site, workload: Workload) -> str | None:
 
 def offered_tier(site: Site, workload: Workload, num_resident: int) -> HostTier | None:
     """What would wait in host memory, with everything given up; None where the host memory given is too small."""
-    order = dimensions(site.first, least_rows=num_resident, least_seq_len=workload.seq_tokens)
-    plans: Plans = site.at(sacrificed(order)).plans()
+    values = last_resort(site, num_resident, workload.seq_tokens)
+    if values is None:
+        return None
     tier = host_tier(
-        plans,
+        site.at(values).plans(),
         site.first.card,
         num_sequences=workload.num_users,
         num_resident=num_resident,
