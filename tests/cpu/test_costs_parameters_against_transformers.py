@@ -166,7 +166,11 @@ def test_every_parameter_of_the_class(model_type, changes):
     assert priced.num_parameters == class_count(library)
 
 
-UNKNOWN = [("apertus", NO_HEAD_DIM), ("mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4})]
+UNKNOWN = [
+    ("apertus", NO_HEAD_DIM),
+    ("mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4}),
+    ("recurrent_gemma", {**NO_HEAD_DIM, "lru_width": 64}),
+]
 
 
 @pytest.mark.parametrize(("model_type", "changes"), UNKNOWN)
@@ -214,6 +218,7 @@ TOWERS: list[tuple[str, dict[str, object], dict[str, object], dict[str, object]]
     ("qwen2_vl", TEXT, {"embed_dim": 48, "depth": 2, "num_heads": 4, "hidden_size": 64}, {}),
     ("qwen2_5_vl", TEXT, QWEN_VISION, {}),
     ("qwen3_vl", SIZES, {**QWEN_VISION, "deepstack_visual_indexes": [1]}, {}),
+    ("qwen3_5", {**TEXT, **DELTA}, QWEN_VISION, {}),
     ("llama4", LLAMA4_TEXT, {**VISION, **LLAMA4_VISION}, {}),
     ("mllama", MLLAMA_TEXT, MLLAMA_VISION, {}),
     ("mistral3", {**SIZES, "model_type": "mistral"}, {**VISION, "model_type": "pixtral"}, UNTIED),

@@ -27,10 +27,10 @@ def expert_hidden(config: ModelConfig) -> int:
 
 
 def settled(config: ModelConfig, layer: Layer) -> Layer:
-    """The layer with the widths that two classes work out for themselves.
+    """The layer with the widths that three classes work out for themselves.
 
     LFM2 takes two thirds of the width it is given, times a factor, rounded up to a multiple; Hunyuan's mixtures have
-    a shared expert as wide as a routed one.
+    a shared expert as wide as a routed one; RecurrentGemma's gate and up are each half of the width.
     """
     part, raw = layer.feed_forward, inner_raw(config)
     if config.model_type == "lfm2" and isinstance(part, Dense) and raw.get("block_auto_adjust_ff_dim", True):
@@ -40,6 +40,8 @@ def settled(config: ModelConfig, layer: Layer) -> Layer:
         if isinstance(factor, int | float):  # a null: neither scaled nor rounded
             width = round_up(width * Fraction(factor) // 1, _count(raw, "block_multiple_of", 256))
         return replace(layer, feed_forward=replace(part, intermediate_size=width))
+    if config.model_type == "recurrent_gemma" and isinstance(part, Dense):
+        return replace(layer, feed_forward=replace(part, intermediate_size=_count(raw, "intermediate_size", 7680) // 2))
     if config.model_type == "hunyuan_v1_moe" and isinstance(part, Experts):
         return replace(layer, feed_forward=replace(part, shared_intermediate_size=part.intermediate_size))
     return layer

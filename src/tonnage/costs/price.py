@@ -28,6 +28,15 @@ from tonnage.terms import Quantity, Rank, Source
 
 #: An unknown family's small tensors (biases, norms, gates) are below this share of its matrices.
 UNKNOWN_FRACTION = Fraction(2, 100)
+#: Families whose layers share weights, or have parts that config.json does not tell, and how far that can be off.
+ROUGH = (
+    "bart", "biogpt", "jetmoe", "longcat_flash", "phi4_multimodal", "qwen2_5_omni_text", "recurrent_gemma", "whisper",
+    "zamba", "zamba2",
+)  # fmt: skip
+ROUGH_FRACTION = Fraction(50, 100)
+#: What a tower of an unknown class can be off by; and what encoders may add whose sizes are not read at all.
+UNKNOWN_TOWER_FRACTION, UNREAD_TOWER_FRACTION = Fraction(25, 100), Fraction(15, 100)
+ENCODERS = ("vision_config", "audio_config", "speech_config", "encoder_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,24 +103,37 @@ def _arithmetic(config: ModelConfig, word: int, rank: Rank, *, with_mtp: bool) -
         spans[tensor.component] = spans.get(tensor.component, NOTHING) + span
         counts[tensor.component] += tensor.num_elements * count if tensor.counts else 0
     total = sum(spans.values(), NOTHING)
-    known = traits_of(config)[1] and tower_tensors(config)[1]
-    low, high = (total.low, total.high) if known else _widened(total)
-    if config.towers and rank.tp > 1:  # some engines cut towers too
-        towers = spans.get(Component.TOWERS, NOTHING)
-        low -= towers.low - towers.low // rank.tp
+    known = traits_of(config)[1] and tower_tensors(config)[1] and not _unread_towers(config)
+    low, high = _bar(config, total, spans.get(Component.TOWERS, NOTHING), rank)
     quantity = Quantity(
         bytes=total.bytes,
         low=low,
         high=high,
         source=Source.DERIVED if known else Source.PREDICTED,
-        ref=f"costs.price: {'every tensor' if known else 'matrices of an unknown family'}, from config.json"
+        ref=f"costs.price: {'every tensor' if known else 'matrices, of a class not known in detail'}, from config.json"
         + (f", packed as {config.quantisation.format}" if config.quantisation else ""),
     )
     return _price({part: span.bytes for part, span in spans.items()}, counts, quantity)
 
 
-def _widened(total: Span) -> tuple[int, int]:
-    return int(total.low * (1 - UNKNOWN_FRACTION)), int(total.high * (1 + UNKNOWN_FRACTION))
+def _bar(config: ModelConfig, total: Span, towers: Span, rank: Rank) -> tuple[int, int]:
+    """The least and the most: what the format leaves open, and what is not known of the class or of its towers."""
+    low, high = Fraction(total.low), Fraction(total.high)
+    if not traits_of(config)[1]:
+        share = ROUGH_FRACTION if config.model_type in ROUGH else UNKNOWN_FRACTION
+        low, high = low - total.low * share, high + total.high * share
+    if not tower_tensors(config)[1]:
+        low, high = low - towers.low * UNKNOWN_TOWER_FRACTION, high + towers.high * UNKNOWN_TOWER_FRACTION
+    high += total.high * _unread_towers(config)
+    if config.towers and rank.tp > 1:  # some engines cut towers too
+        low -= towers.low - towers.low // rank.tp
+    return int(low), int(high)
+
+
+def _unread_towers(config: ModelConfig) -> Fraction:
+    """The share of the weights that encoders may add which config.json names but whose sizes are not read."""
+    named = sum(isinstance(config.raw.get(key), Mapping) for key in ENCODERS)
+    return UNREAD_TOWER_FRACTION if named > len(config.towers) else Fraction(0)
 
 
 def _price(sizes: Mapping[Component, int], counts: Mapping[Component, int], quantity: Quantity) -> WeightsPrice:

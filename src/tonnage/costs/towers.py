@@ -1,7 +1,7 @@
 """Weights of the encoders beside a text model, and of the projector between them.
 
 The sizes come from ``Tower``; which biases and norms lie between the matrices is a row of ``TOWER_TRAITS``, one for
-each class of transformers. A tower of another class is taken to have every bias, which is 0.2 % too much at worst.
+each class of transformers. A tower of another class is taken to have every bias, and its price carries a bar.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ TOWER_TRAITS: dict[str, TowerTraits] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_vision", "qwen3_vl_moe_vision"), _QWEN3),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision"), _QWEN3),
     "mllama_vision_model": TowerTraits(
         qkv_bias=False, out_bias=False, patch_bias=False, pre_norm=True, class_token=True
     ),
@@ -80,7 +81,7 @@ def tower_tensors(config: ModelConfig) -> tuple[tuple[Tensor, ...], bool]:
     for tower in config.towers:
         raw = _raw_of(config, tower)
         traits = TOWER_TRAITS.get(str(raw.get("model_type") or config.raw.get("model_type") or ""))
-        exact = exact and traits is not None
+        exact = exact and traits is not None and str(config.raw.get("model_type")) in _PROJECTORS
         elements = _tower(tower, traits or TowerTraits(pre_norm=True), raw) + _projector(config, tower, raw)
         found += _tensors(tower, elements)
     return tuple(found), exact
@@ -169,10 +170,15 @@ def _qwen2_5_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
 
 
 def _qwen3_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
-    merge = _count(raw, "spatial_merge_size", 2)
     levels = raw.get("deepstack_visual_indexes")
-    deep = _merger(hidden, out, merge, 2 * hidden * merge**2)
-    return _merger(hidden, out, merge, 2 * hidden) + deep.times(len(levels) if isinstance(levels, list) else 3)
+    merge, wide = _count(raw, "spatial_merge_size", 2), _count(raw, "out_hidden_size", out)
+    deep = _merger(hidden, wide, merge, 2 * hidden * merge**2)
+    return _qwen3_5(hidden, wide, raw) + deep.times(len(levels) if isinstance(levels, list) else 3)
+
+
+def _qwen3_5(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
+    wide = _count(raw, "out_hidden_size", out)
+    return _merger(hidden, wide, _count(raw, "spatial_merge_size", 2), 2 * hidden)
 
 
 def _gemma3(hidden: int, out: int, _raw: Mapping[str, object]) -> Elements:
@@ -204,6 +210,8 @@ _PROJECTORS: dict[str, Callable[[int, int, Mapping[str, object]], Elements]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5,
     "llama4": _llama4,
     "mllama": _mllama,
     "mistral3": _mistral3,
