@@ -19,7 +19,7 @@ from tonnage.costs.gguf import GGML_TYPES
 from tonnage.costs.price import weights_price
 from tonnage.costs.quantised import Packing
 from tonnage.costs.tensors import Component
-from tonnage.terms import Source
+from tonnage.terms import Rank, Source
 
 SIZES = {
     "hidden_size": 256,
@@ -94,6 +94,49 @@ def test_files_that_the_library_writes(tmp_path, model_type, changes):
     assert told.quantity.source == Source.COUNTED
     assert told.quantity.bytes == checkpoint.total_bytes == 2 * sum(p.numel() for p in model.parameters())
     assert {p.component: p.bytes for p in told.parts} == {p.component: p.bytes for p in weights_price(config).parts}
+
+
+LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+}  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 2, "num_local_experts": 4,
+    "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"],
+}  # fmt: skip
+DIVIDED = [
+    ("llama", {}),
+    ("mixtral", {"num_local_experts": 4}),
+    ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}),
+    ("gpt_oss", {"num_local_experts": 4}),
+    ("deepseek_v3", LATENT),
+    ("qwen3_next", DELTA),
+    ("granitemoehybrid", MAMBA),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+]
+RANKS = [Rank(), Rank(tp=2, size=2), Rank(tp=2, size=2, ep=2), Rank(pp=2, size=2, index=1)]
+
+
+@pytest.mark.parametrize("rank", RANKS, ids=str)
+@pytest.mark.parametrize(("model_type", "changes"), DIVIDED)
+def test_a_rank_by_the_names_in_files(tmp_path, model_type, changes, rank):
+    """What names say of a rank is what config.json says, but for tensors that are cut in part (a hundredth)."""
+    sizes = {key: value for key, value in SIZES.items() if key not in (*FOREIGN.get(model_type, ()), "head_dim")}
+    library = transformers.AutoConfig.for_model(model_type, **{**sizes, **changes})
+    transformers.AutoModelForCausalLM.from_config(library, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config = ModelConfig.read(tmp_path)
+    told = weights_price(config, rank=rank, checkpoint=read_checkpoint(tmp_path))
+    computed = weights_price(config, rank=rank)
+    assert abs(told.quantity.bytes - computed.quantity.bytes) <= 0.01 * computed.quantity.bytes
+    for part in computed.parts:
+        if part.component is not Component.NORMS:
+            assert abs(told.bytes_of(part.component) - part.bytes) <= 0.02 * part.bytes + 2048, part.component
 
 
 def test_every_dtype_that_safetensors_writes(tmp_path):

@@ -86,6 +86,20 @@ def test_an_index_is_divided_as_the_arithmetic_is():
     assert told.source == Source.DERIVED
 
 
+def test_one_model_file_stands_for_the_model(tmp_path):
+    write(tmp_path / "model.safetensors", stored(CONFIG))
+    write(tmp_path / "consolidated.safetensors", stored(CONFIG))
+    checkpoint = read_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert len(checkpoint.tensors) == 39
+
+
+def test_what_cannot_be_opened_is_told(tmp_path):
+    (tmp_path / "model-00001-of-00001.safetensors").mkdir()
+    with pytest.raises(InputError, match="cannot be read"):
+        read_checkpoint(tmp_path)
+
+
 def test_nothing_there(tmp_path):
     assert read_checkpoint(tmp_path) is None
     with pytest.raises(ModelNotFound, match="no such"):

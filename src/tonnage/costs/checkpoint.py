@@ -47,7 +47,15 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
     root = Path(path).expanduser()
     if not root.exists():
         raise ModelNotFound(f"{root}: no such file or folder", remedy="give the folder that holds the weights")
-    files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
+    try:
+        return _read(root)
+    except OSError as error:
+        raise InputError(f"{root} cannot be read: {error.strerror or error}", remedy="check its permissions") from None
+
+
+def _read(root: Path) -> Checkpoint | None:
+    single = root / "model.safetensors"  # beside it lie adapters and other copies, not shards
+    files = [root] if root.is_file() else [single] if single.is_file() else sorted(root.glob("*.safetensors"))
     shards = [file for file in files if file.suffix == ".safetensors"]
     index = root / _INDEX if root.is_dir() else None
     listed = _index(index) if index is not None and index.is_file() else None

@@ -32,7 +32,10 @@ _KINDS: tuple[tuple[Component, re.Pattern[str]], ...] = tuple(
     for component, pattern in (
         (Component.NORMS, r"norm|(?:^|\.)ln_\w+\."),
         (Component.SHARED_EXPERTS, r"shared_expert|shared_mlp|shexp"),
-        (Component.EXPERTS, r"experts?\.(?:\d|gate_up|down|up|gate)|_exps\.|(?:^|\.)w[123]\.(?:\d+)\."),
+        (
+            Component.EXPERTS,
+            r"experts?\.(?:\d|gate_up|down|up|gate)|_exps\.|moe\.(?:in|out)put_linear|(?:^|\.)w[123]\.(?:\d+)\.",
+        ),
         (Component.ROUTER, r"(?:mlp|moe|mixer|feed_forward)\.gate\.|router|gate_inp|e_score|exp_probs|expert_bias"),
         (
             Component.RECURRENT,
@@ -79,7 +82,9 @@ def stored_spans(
         if share:
             size = _size(tensor, word)
             span = Span.exact(-(-size * share.numerator // share.denominator))
-            spans[place.component] = spans.get(place.component, NOTHING) + span
+            copied = place.component is Component.EMBEDDINGS and not shape.has_embeddings
+            component = Component.HEAD if copied else place.component
+            spans[component] = spans.get(component, NOTHING) + span
     return spans
 
 
@@ -149,7 +154,8 @@ def _head_share(name: str, layer: Layer, cut: Cut, *, is_state: bool) -> Fractio
     for mixer in layer.mixers:
         if isinstance(mixer, Recurrent):
             if is_state or len(layer.mixers) == 1:
-                return Fraction(cut.heads(max(1, mixer.num_heads)), max(1, mixer.num_heads))
+                channels = mixer.num_heads or mixer.conv_channels  # a short convolution has no heads
+                return Fraction(cut.heads(channels), channels)
         elif isinstance(mixer, Latent):
             return Fraction(cut.heads(mixer.num_heads), mixer.num_heads)
         elif not is_state:
