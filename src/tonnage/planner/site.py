@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tonnage import planner
 from tonnage.budget.fit import Values
 from tonnage.budget.pool import GroupPrice
 from tonnage.config import Knobs, LimitKnobs
@@ -14,6 +13,7 @@ from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.hardware import Card
 from tonnage.layout import KVGroupKind, blocks_per_sequence
+from tonnage.planner import question_for
 from tonnage.planner.dimensions import with_values
 from tonnage.planner.question import Question, answer
 from tonnage.planner.ranks import distinct_ranks, plan_stages
@@ -45,7 +45,7 @@ class Site:
         """Arguments as of ``plan_ranks``. Raises ``UnsupportedModel`` or ``InvalidSetting``."""
         return cls(
             stages=tuple(
-                planner._question(
+                question_for(
                     config,
                     card=card,
                     knobs=knobs,
