@@ -357,13 +357,15 @@ class Cap:
 class NotCharged:
     """A claim that costs this plan nothing: ``bytes`` it would have been, and ``because`` why it is not.
 
-    ``switched_off``: the user did that; else what triggers it is not there.
+    ``switched_off``: the user did that, and ``reason`` says what requests lose by it; else what triggers the claim is
+    not there.
     """
 
     name: str
     owner: str
     bytes: int
     because: str
+    reason: str = ""
     switched_off: bool = False
 
 
@@ -398,6 +400,7 @@ class MemoryPlan:
     max_concurrency: sequences of ``limits.max_seq_len`` tokens that the pool holds at once (whole ones).
     limit_knobs: what was asked about shapes, so that reports can say where each of ``limits`` came from.
     not_charged: claims that were considered and cost nothing here, each with the reason.
+    policy: "own", or "reference" for TensorRT-LLM's derivation.
     """
 
     schema: str = PLAN_SCHEMA
@@ -418,6 +421,7 @@ class MemoryPlan:
     warnings: tuple[str, ...] = ()
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
     not_charged: tuple[NotCharged, ...] = ()
+    policy: str = "own"
 
     def line(self, kind: LineKind) -> Line | None:
         """The first top-level line of that kind, or None where the plan has none."""

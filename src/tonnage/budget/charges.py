@@ -119,6 +119,7 @@ def not_charged(
             owner=claim.owner,
             bytes=_size(claim, limits=limits, chip=chip, attended_tokens=limits.max_batch_size * limits.max_seq_len),
             because=claim.because,
+            reason=claim.reason,
             switched_off=claim.name in disabled,
         )
         for claim in claims
@@ -203,12 +204,20 @@ def claim_line(claim: Claim, *, num_bytes: int, kind: LineKind | None = None) ->
 
 
 _ABOUT: dict[LineKind, tuple[str, Maker, str]] = {
-    LineKind.WEIGHTS: ("weights", Maker.ARENA, "the model's parameters in one arena"),
-    LineKind.SCRATCH: ("scratch", Maker.ARENA, "what attention declared, shared by all layers"),
-    LineKind.GRAPHS: ("graphs", Maker.DRIVER, "captured decode steps"),
-    LineKind.CONTEXT: ("context", Maker.DRIVER, "the driver's context, or what the process holds beside the engine"),
-    LineKind.LIBRARIES: ("libraries", Maker.LIBRARY, "handles and workspaces of libraries"),
-    LineKind.TABLES: ("tables", Maker.TORCH, "page tables, step inputs, and the tables of penalties"),
+    LineKind.WEIGHTS: ("weights", Maker.ARENA, "the model's parameters lie in one arena"),
+    LineKind.SCRATCH: ("scratch", Maker.ARENA, "attention declared this much scratch, and all layers share it"),
+    LineKind.GRAPHS: ("graphs", Maker.DRIVER, "decode steps are captured ahead, and each keeps its memory"),
+    LineKind.CONTEXT: (
+        "context",
+        Maker.DRIVER,
+        "the driver keeps a context for the process; on a host, what the process holds beside the engine",
+    ),
+    LineKind.LIBRARIES: ("libraries", Maker.LIBRARY, "libraries keep handles and workspaces from their first use on"),
+    LineKind.TABLES: (
+        "tables",
+        Maker.TORCH,
+        "page tables, step inputs and penalty counts lie ready for every running sequence",
+    ),
 }
 
 
@@ -306,7 +315,7 @@ def _stage(name: str, stages: Sequence[StagePeak], claims: Sequence[Claim]) -> L
         ),
         kind=LineKind.TRANSIENT,
         maker=Maker.TORCH,
-        reason="live at the peak of this stage",
+        reason="this much is alive at the peak of this stage",
         lifetime=Lifetime.STEP,
         children=tuple(extras),
     )
@@ -339,6 +348,6 @@ def _fragmentation(stages: Sequence[StagePeak]) -> Line:
         gap,
         kind=LineKind.TRANSIENT,
         maker=Maker.TORCH,
-        reason="what the allocator takes beyond the bytes alive at the peak",
+        reason="the allocator takes more than the bytes alive at the peak, for its pieces do not always fit",
         lifetime=Lifetime.STEP,
     )

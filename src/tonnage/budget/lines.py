@@ -31,7 +31,7 @@ def partition(solved: Solved, *, bar: tuple[int, int]) -> tuple[Line, ...]:
             solved.inputs.measured.foreign_bytes,
             kind=LineKind.FOREIGN,
             maker=Maker.FOREIGN,
-            reason="other processes on the device",
+            reason="other processes hold it, and this engine cannot take it from them",
         ),
         _keep_free_line(solved.budget.keep_free, solved.inputs.knobs.keep_free_bytes),
         _page_rounding(losses, price.page_bytes),
@@ -59,7 +59,7 @@ def _left_over(solved: Solved) -> list[Line]:
     caps = {cap.name: cap for cap in solved.caps}
     for name, left in leaves.items():
         if left:
-            reason = f"not used: {caps[name].setting}" if name in caps else f"not used: {name}"
+            reason = f"{caps[name].setting if name in caps else name} leaves it unused"
             lines.append(_exact(f"left by {name}", LineKind.SLACK, left, Source.DERIVED, reason))
     return lines
 
@@ -151,7 +151,8 @@ def _keep_free_line(num_bytes: int, setting: Setting[int]) -> Line:
 
 def _page_rounding(losses: dict[str, int], page_bytes: int) -> Line:
     children = tuple(
-        _exact(name, LineKind.ROUNDING, loss, Source.DERIVED, "up to a whole page") for name, loss in losses.items()
+        _exact(name, LineKind.ROUNDING, loss, Source.DERIVED, "the arena is committed up to a whole page")
+        for name, loss in losses.items()
     )
     total = Quantity.exact(sum(losses.values()), Source.DERIVED, f"pages of {format_bytes(page_bytes)}")
     reason = f"arenas are committed in pages of {format_bytes(page_bytes)}"

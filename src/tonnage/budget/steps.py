@@ -50,7 +50,7 @@ def _unit_steps(pool: int, solved: Solved) -> list[Step]:
     """Bytes to whole blocks, counted in tokens; then the cap that allows fewer."""
     price = solved.price
     affordable = price.blocks_within(pool) * price.block_tokens
-    first = price.total_bytes(1) if len(price.groups) > 1 else price.block_bytes
+    first = price.block_bytes * (price.num_slabs(1) - price.fixed_slabs)
     growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""
     block = f"{counted(price.block_tokens, 'token')}, {format_bytes(first)} each"
     if any(group.window for group in price.groups) and len(price.groups) > 1:
@@ -59,7 +59,7 @@ def _unit_steps(pool: int, solved: Solved) -> list[Step]:
     steps = [Step(name="blocks", op="tokens for", reason=each, before=pool, operand=first, after=affordable)]
     if solved.tokens < affordable:
         cap, tokens = solved.binding, solved.tokens
-        reason = f"no more, by {cap.setting}"
+        reason = f"{cap.setting} allows no more"
         steps.append(
             Step(name=cap.name, op="min tokens", reason=reason, before=affordable, operand=tokens, after=tokens)
         )

@@ -17,8 +17,10 @@ WHY_CAP = {
     "unused by this engine",
     "kv_fraction": "memory that nobody declared finds room beside the pool instead of ending the engine; that room "
     "holds no tokens",
-    "kv_bytes": "the cache takes no more than was asked for, whatever else is free; more sequences wait",
-    "kv_tokens": "the cache takes no more than was asked for, whatever else is free; more sequences wait",
+    "kv_bytes": "a larger cache would take what others count on, and they would run out of memory; sequences beyond it "
+    "wait, whatever else is free",
+    "kv_tokens": "a larger cache would take what others count on, and they would run out of memory; sequences beyond "
+    "it wait, whatever else is free",
     "limits": "all sequences that may run at once never fill more, so more would be committed and never touched; raise "
     "max_batch_size or max_seq_len to use it",
     "ranks": "ranks run one schedule, and a request that the smallest cannot hold would stop all of them; the others "

@@ -57,7 +57,7 @@ def plan_without_device(
     each planned.
     """
     return _answer(
-        _question(
+        question_for(
             config,
             card=card,
             knobs=knobs,
@@ -86,7 +86,7 @@ def plan_ranks(
     """One plan for each pipeline stage of ``rank``'s engine, all with the tokens of the smallest; its index is not
     looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
     questions = [
-        _question(
+        question_for(
             config,
             card=card,
             knobs=knobs,
@@ -124,7 +124,7 @@ def plan_measured(
     cost the same at the limits that come out of ``limit_knobs``, else ``ValueError``. The probes must have run at
     those limits. ``versions`` (torch, driver ...) enter the fingerprint. Raises as ``plan_without_device``.
     """
-    question = _question(
+    question = question_for(
         config,
         card=card.with_total(measured.device_bytes),
         knobs=knobs,
@@ -155,7 +155,7 @@ def _unlisted(question: Question, extra: Sequence[Claim]) -> tuple[Claim, ...]:
     return unlisted(listed_claims(question, limits), extra)
 
 
-def _question(
+def question_for(
     config: ModelConfig,
     *,
     card: Card,
@@ -167,6 +167,7 @@ def _question(
     checkpoint: Checkpoint | None = None,
     reference: ReferenceKnobs | None = None,
 ) -> Question:
+    """The question that those arguments ask. Raises ``InvalidSetting`` for a dtype or a rank that cannot be."""
     element = parse_dtype(dtype or config.dtype, knob="dtype", allowed=WEIGHT_DTYPES)
     rank, limit_knobs = rank or Rank(), limit_knobs or LimitKnobs()
     return Question(

@@ -13,10 +13,8 @@ from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import UserError
 from tonnage.hardware import Card
-from tonnage.planner import _question, plan_without_device
-from tonnage.planner.claims import without
-from tonnage.planner.predict import predict
-from tonnage.planner.question import Question, listed_claims
+from tonnage.planner import plan_without_device, question_for
+from tonnage.planner.question import Question, inputs_at
 from tonnage.terms import MemoryPlan, Rank
 from tonnage.units import GiB
 
@@ -50,36 +48,13 @@ def curve_without_device(
         "checkpoint": checkpoint,
     }  # fmt: skip
     made = plan_without_device(config, **asked)
-    return curve(inputs_of(_question(config, **asked), made))
+    return curve(inputs_of(question_for(config, **asked), made))
 
 
 def inputs_of(question: Question, made: MemoryPlan) -> PlanInputs:
-    """What the arithmetic saw when it answered ``question`` with ``made``, at the limits that came out."""
-    limits = made.limits
-    measured = question.measured or predict(
-        question.config,
-        card=question.card,
-        limits=limits,
-        rank=question.rank,
-        dtype=question.dtype,
-        weights=question.weights,
-    )
-    inputs = PlanInputs(
-        device_name=made.device_name,
-        model_name=made.model_name,
-        chip=question.card.chip,
-        measured=measured,
-        claims=without((*listed_claims(question, limits), *question.extra_claims), question.knobs.disabled_claims),
-        layout=made.kv.layout,
-        page_bytes=question.page_bytes,
-        knobs=question.knobs,
-        limits=limits,
-        limit_knobs=made.limit_knobs,
-        fingerprint=made.fingerprint,
-        warnings=made.warnings,
-        ranks_tokens=question.ranks_tokens,
-        ranks_attended=question.ranks_attended,
-    )
+    """What the arithmetic saw when it answered ``question`` with ``made``, its max_seq_len fitted where it was open."""
+    setting = made.limit_knobs.max_seq_len
+    inputs = inputs_at(question, setting.value if setting.origin is Origin.FIT else None)
     assert plan(inputs) == made, "the inputs of a plan do not give that plan again"
     return inputs
 

@@ -105,6 +105,19 @@ def fitted_seq_len(question: Question) -> int | None:
 
 def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
     """One run of the arithmetic; ``fitted`` stands in for a max_seq_len that was left open."""
+    return answered(
+        inputs_at(question, fitted),
+        config=question.config,
+        kv_dtype=question.kv_dtype,
+        reference=question.reference,
+    )
+
+
+def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
+    """All that the arithmetic sees of the question; ``fitted`` stands in for a max_seq_len that was left open.
+
+    Raises ``InvalidSetting`` as limits, layout and claims do.
+    """
     config, knobs, card = question.config, question.knobs, question.card
     limits, settings = resolve_limits(
         config,
@@ -123,26 +136,21 @@ def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
         with_mtp=limits.max_draft_tokens > 0,
     )
     claims = (*listed_claims(question, limits), *question.extra_claims)
-    return answered(
-        PlanInputs(
-            device_name=card.name,
-            model_name=config.name,
-            chip=card.chip,
-            measured=question.measured or _predicted(question, limits),
-            claims=without(claims, knobs.disabled_claims),
-            layout=layout,
-            page_bytes=question.page_bytes,
-            knobs=knobs,
-            limits=limits,
-            limit_knobs=settings,
-            fingerprint=fingerprint(question, limits),
-            warnings=_warnings(question, limits, fitted),
-            ranks_tokens=question.ranks_tokens,
-            ranks_attended=question.ranks_attended,
-        ),
-        config=config,
-        kv_dtype=question.kv_dtype,
-        reference=question.reference,
+    return PlanInputs(
+        device_name=card.name,
+        model_name=config.name,
+        chip=card.chip,
+        measured=question.measured or _predicted(question, limits),
+        claims=without(claims, knobs.disabled_claims),
+        layout=layout,
+        page_bytes=question.page_bytes,
+        knobs=knobs,
+        limits=limits,
+        limit_knobs=settings,
+        fingerprint=fingerprint(question, limits),
+        warnings=_warnings(question, limits, fitted),
+        ranks_tokens=question.ranks_tokens,
+        ranks_attended=question.ranks_attended,
     )
 
 

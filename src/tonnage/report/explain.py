@@ -53,7 +53,7 @@ PURPOSE = {
     "foreign": "it is counted so that the cache is not built on memory that is not there",
 }
 #: The step by which the reference policy takes everything beside the cache at once.
-PEAK = "peak"
+REFERENCE = "reference"
 #: Lines that have paragraphs of their own.
 TOLD_BEFORE = (LineKind.KV, LineKind.FOREIGN, LineKind.KEEP_FREE)
 #: Where a cap is no matter of memory: what to change instead.
@@ -137,7 +137,7 @@ def _asked(plan: MemoryPlan) -> Iterator[Paragraph]:
     given = [(name, setting) for name, setting in plan.knobs.items() if setting.is_set]
     for name, setting in given:
         yield _told(f"{name} = {setting.text or setting.value} ({origin_text(setting)})")
-    if any(step.name == PEAK for step in plan.steps):
+    if plan.policy == REFERENCE:
         yield _told(
             "the reference policy: everything beside the cache is one measured peak, and a fraction of the rest"
         )
@@ -216,7 +216,7 @@ def _became(plan: MemoryPlan) -> Iterator[Paragraph]:
 def _grown(plan: MemoryPlan) -> Iterator[Paragraph]:
     """Lines that the number of tokens decides, beside the cache itself: wholly, or in part."""
     paid = {step.name: step.operand for step in plan.steps if step.op == "-"}
-    if PEAK in paid:
+    if plan.policy == REFERENCE:
         beside = [line for line in plan.lines if line.bytes and line.kind != LineKind.KV]
         told = (f"{format_bytes(line.bytes)} for {line.name}: {line.reason}" for line in beside)
         yield _told("line by line, what lies beside the cache", details=told)
@@ -278,5 +278,5 @@ def _more(plan: MemoryPlan, more: tuple[str, MemoryPlan] | None) -> Iterator[Par
 def _not_charged(plan: MemoryPlan) -> Iterator[Paragraph]:
     for claim in plan.not_charged:
         cost = f" (it would take {format_bytes(claim.bytes)})" if claim.bytes else ""
-        why = "switched off, so requests that need it are refused" if claim.switched_off else claim.because
+        why = f"switched off. {claim.reason}" if claim.switched_off else claim.because
         yield _told(f"{claim.name}{cost}: {why}")

@@ -187,7 +187,7 @@ def switched_off_text(plan: MemoryPlan, width: int) -> Text:
     from rich.text import Text
 
     told = [
-        f"{claim.name} would take {format_bytes(claim.bytes)}; requests that need it are refused"
+        f"{claim.name} would take {format_bytes(claim.bytes)}: {claim.reason}"
         for claim in plan.not_charged
         if claim.switched_off
     ]

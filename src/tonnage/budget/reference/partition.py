@@ -156,7 +156,7 @@ def _page_rounding(base: Charges, pool: Pool) -> Line:
 def _left_over(pool: Pool, num_bytes: int) -> Line:
     if not pool.left_by:
         return _exact("part of a block", LineKind.ROUNDING, num_bytes, "less than the next block needs")
-    return _exact(f"left by {pool.left_by}", LineKind.SLACK, num_bytes, f"not used: {pool.left_by}")
+    return _exact(f"left by {pool.left_by}", LineKind.SLACK, num_bytes, f"{pool.left_by} leaves it unused")
 
 
 def _slack(num_bytes: int) -> Line:

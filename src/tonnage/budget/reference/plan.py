@@ -88,6 +88,7 @@ def reference_plan(
         fingerprint=inputs.fingerprint,
         warnings=(*inputs.warnings, *warnings),
         not_charged=_not_charged(inputs, solved),
+        policy="reference",
     )
 
 

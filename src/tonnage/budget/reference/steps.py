@@ -97,7 +97,7 @@ def _unit_steps(pool_bytes: int, asked: Asked, solved: Solved) -> list[Step]:
     tokens = solved.units * price.block_tokens
     if tokens < affordable:
         name = _held_by(asked, solved)
-        reason = f"no more, by {name}" if name != "budget" else "no more, by what the manager counts for a token"
+        reason = f"{name if name != 'budget' else 'what the manager counts for a token'} allows no more"
         steps.append(Step(name=name, op="min tokens", reason=reason, before=affordable, operand=tokens, after=tokens))
     return steps
 
