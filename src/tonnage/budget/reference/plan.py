@@ -62,7 +62,6 @@ def reference_plan(
     )
     attended_cap = agreed_cap([solved.derived.workspace.cap_tokens, inputs.ranks_attended])
     warnings = _warnings(asked, solved, missing_bytes=missing_bytes, attended_cap=attended_cap)
-    tokens = solved.units * price.block_tokens
     return MemoryPlan(
         rank=inputs.measured.rank,
         device_name=inputs.device_name,
@@ -71,14 +70,7 @@ def reference_plan(
         lines=lines,
         steps=steps_of(asked, solved),
         caps=caps,
-        kv=KVPool(
-            layout=inputs.layout,
-            num_slabs=price.num_slabs(solved.units),
-            bytes=solved.pool_bytes,
-            tokens=tokens,
-            guaranteed_tokens=tokens,
-            reachable_tokens=tokens,
-        ),
+        kv=_pool(inputs, solved),
         host=HostPlan(kv_bytes=knobs.host_cache_bytes or 0, disk_bytes=knobs.disk_cache_bytes or 0),
         attended_cap=attended_cap,
         max_concurrency=solved.units // sequence,
@@ -89,6 +81,18 @@ def reference_plan(
         warnings=(*inputs.warnings, *warnings),
         not_charged=_not_charged(inputs, solved),
         policy="reference",
+    )
+
+
+def _pool(inputs: PlanInputs, solved: Solved) -> KVPool:
+    tokens = solved.units * solved.price.block_tokens
+    return KVPool(
+        layout=inputs.layout,
+        num_slabs=solved.price.num_slabs(solved.units),
+        bytes=solved.pool_bytes,
+        tokens=tokens,
+        guaranteed_tokens=tokens,
+        reachable_tokens=tokens,
     )
 
 
