@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 
+from tonnage.planner.dimensions import COSTS
+from tonnage.planner.host_tier import GEN3, GEN4, GEN5
+
 Program = Callable[..., Ended]
 
-LLAMA = Path(__file__).resolve().parents[2] / "examples" / "configs" / "llama-3.1-8b"
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = ROOT / "examples" / "configs" / "llama-3.1-8b"
 FIT = f"fit {LLAMA}"
 USERS = "--users 64 --prompt-tokens 4000 --output-tokens 1000"
 
@@ -75,6 +79,26 @@ def test_good_commands(tonnage: Program, command: str) -> None:
     told = " ".join(ended.out.split())
     for piece in GOOD[command].split("|"):
         assert " ".join(piece.split()) in told
+
+
+def documented() -> list[str]:
+    """The commands of the page."""
+    return re.findall(r"^tonnage (fit .*)$", (ROOT / "docs" / "fit.md").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", documented())
+def test_the_commands_of_the_page_work(tonnage: Program, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(ROOT)
+    assert tonnage(*command.split()).code == 0
+    assert len(documented()) == 6
+
+
+def test_the_page_says_what_the_code_says() -> None:
+    page = " ".join((ROOT / "docs" / "fit.md").read_text().split())
+    for link in (GEN3, GEN4, GEN5):
+        assert f"{link.bytes_per_second / 10**9:.1f}" in page
+    for name, costs in COSTS.items():
+        assert re.search(rf"`{name}`[^|]* \| [^|]* \| {costs.split(',')[0].split(';')[0]}", page), name
 
 
 def document(tonnage: Program, command: str) -> dict[str, Any]:
