@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit
@@ -117,6 +118,14 @@ def test_a_refused_plan_offers_it_and_says_that_the_engine_does_not_swap():
 def test_host_memory_that_is_too_small_is_not_offered():
     assert offers(host_kv_bytes=Setting(GiB)) == []
     assert len(offers(host_kv_bytes=Setting(10_000 * GiB))) == 1
+
+
+def test_the_reference_knows_no_such_tier():
+    with pytest.raises(DoesNotFit) as caught:
+        plan_without_device(
+            LLAMA_8B, card=generic_card(18 * GiB), limit_knobs=REFUSED, reference=ReferenceKnobs()
+        )
+    assert "host_kv_bytes" not in str(caught.value)
 
 
 def test_a_number_of_sequences_that_nobody_asked_for_is_not_served_from_the_host():

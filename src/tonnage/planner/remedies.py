@@ -158,7 +158,10 @@ def _host_tier(aim: Aim) -> str | None:
     given = question.knobs.host_kv_bytes.value
     if tier is None or question.rank.pp > 1 or (given is not None and given < tier.kv_bytes):
         return None
-    size = size_text(ceil_div(tier.kv_bytes, MiB) * MiB)
+    num_mib = ceil_div(tier.kv_bytes, MiB)
+    if not aim.works(_priced(_limited(question, "max_batch_size", rows), "host_kv_bytes", num_mib * MiB)):
+        return None  # a policy that knows no such tier
+    size = size_text(num_mib * MiB)
     return f"lower max_batch_size to {rows} and set host_kv_bytes to {size} ({tier.told()}; {NOT_YET})"
 
 
