@@ -122,9 +122,7 @@ def test_host_memory_that_is_too_small_is_not_offered():
 
 def test_the_reference_knows_no_such_tier():
     with pytest.raises(DoesNotFit) as caught:
-        plan_without_device(
-            LLAMA_8B, card=generic_card(18 * GiB), limit_knobs=REFUSED, reference=ReferenceKnobs()
-        )
+        plan_without_device(LLAMA_8B, card=generic_card(18 * GiB), limit_knobs=REFUSED, reference=ReferenceKnobs())
     assert "host_kv_bytes" not in str(caught.value)
 
 
