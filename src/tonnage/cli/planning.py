@@ -160,6 +160,11 @@ class PolicyOptions:
         typer.Option("--reference", metavar="KNOB=VALUE", help="A knob of the reference policy; may be repeated."),
     ] = None
 
+    def keywords(self) -> dict[str, ReferenceKnobs]:
+        """What ``EngineOptions`` is given; nothing under our own policy. Raises ``InvalidSetting``."""
+        knobs = self.knobs()
+        return {} if knobs is None else {"reference": knobs}
+
     def knobs(self) -> ReferenceKnobs | None:
         """The reference's knobs, None under our own policy. Raises ``InvalidSetting``."""
         name = (self.policy or ("reference" if self.reference else "own")).strip().lower()

@@ -13,6 +13,7 @@ import typer
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
 from tonnage.cli.interrupt import SIGNAL_EXIT
+from tonnage.cli.planning import PolicyOptions
 from tonnage.cli.rooms import engine_room
 from tonnage.cli.sampling import SamplingOptions
 from tonnage.errors import InputError, TonnageError, UserError
@@ -65,6 +66,7 @@ def run(
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
     serving: opt.ServingOptions,
+    policy: PolicyOptions,
     as_json: opt.AsJson = False,
     force: opt.Force = False,
 ) -> int:
@@ -74,7 +76,7 @@ def run(
 
     Flags that choose tokens are keys of an input line too (--top-p is "top_p"), where a line's key goes first.
     """
-    settings = opt.engine_settings(model, memory, pool, serving)
+    settings = opt.engine_settings(model, memory, pool, serving) | policy.keywords()
     given = sampling.values()
     _check_files(output, run_file, input_file, as_json=as_json, force=force)
     asks = read_asks(prompt or [], input_file, given)

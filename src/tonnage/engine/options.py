@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tonnage.config import Knobs, LimitKnobs
+from tonnage.budget.reference.knobs import ReferenceKnobs
+from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs
 from tonnage.errors import InvalidSetting
 from tonnage.units import round_up
 
@@ -49,6 +50,8 @@ class EngineOptions:
     step computes, but few in a step that also decodes, so that decodes are not held up. "none": prompts are not cut,
     and one longer than a step is refused.
 
+    ``reference``: the plan is made by the reference policy with these knobs, not by ours; the engine is the same.
+
     ``fence`` makes that cap hard for the whole process: an allocation past it fails. Switch it off where the same
     process holds other large things of its own; the ledger then still reports what passes the cap.
     """
@@ -61,3 +64,18 @@ class EngineOptions:
     attention: str = "sdpa"
     chunk_tokens: int | Literal["none"] | None = None
     fence: bool = True
+    reference: ReferenceKnobs | None = None
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in one KV block, by whichever policy plans."""
+        if self.reference is not None:
+            return self.reference.tokens_per_block
+        return self.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
+
+    @property
+    def kv_dtype(self) -> str | None:
+        """Of the cache as it was asked for; None: that of the weights."""
+        if self.reference is not None:
+            return None if self.reference.kv_dtype == "auto" else self.reference.kv_dtype
+        return self.knobs.kv_dtype.value

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tonnage.config import DEFAULT_BLOCK_TOKENS, DEFAULT_KEEP_FREE_BYTES, Limits
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits
 from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import parse_dtype
@@ -21,7 +21,14 @@ from tonnage.engine.options import Chunking, EngineOptions
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
 from tonnage.layout import KVLayout
-from tonnage.planner import check_knobs, plan_measured, plan_without_device, refuse_planned_only, resolve_limits
+from tonnage.planner import (
+    check_knobs,
+    plan_measured,
+    plan_without_device,
+    refuse_own_money,
+    refuse_planned_only,
+    resolve_limits,
+)
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
 
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
@@ -51,14 +58,16 @@ class Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
         refuse_planned_only(options.knobs)
+        if options.reference is not None:
+            refuse_own_money(options.knobs)
         folder, rank = model_folder(options.model), Rank()
         config = ModelConfig.read(folder, name=_shown_name(options.model))
         family = family_of(config)
         dtype = parse_dtype(options.dtype or config.dtype, knob="dtype", allowed=COMPUTE_DTYPES)
         kv = kv_layout(
             config,
-            kv_dtype=options.knobs.kv_dtype.or_else(dtype),
-            block_tokens=options.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS),
+            kv_dtype=options.kv_dtype or dtype,
+            block_tokens=options.block_tokens,
             rank=rank,
         )
         _require_same_dtype(kv, dtype, backend=options.attention)
@@ -125,6 +134,7 @@ class Target:
             dtype=self.dtype,
             rank=self.rank,
             backend=self.options.attention,
+            reference=self.options.reference,
         )
 
     def plan(self, card: Card, measured: Measured, *, claims: Sequence[Claim]) -> MemoryPlan:
@@ -143,6 +153,7 @@ class Target:
             backend=self.options.attention,
             extra_claims=claims,
             versions={"torch": version("torch"), "transformers": version("transformers")},
+            reference=self.options.reference,
         )
 
 

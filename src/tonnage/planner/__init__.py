@@ -20,6 +20,7 @@ from tonnage.hardware import Card
 from tonnage.planner.claims import claims_for, unlisted
 from tonnage.planner.knobs import check_knobs, refuse_planned_only
 from tonnage.planner.limits import resolve_limits
+from tonnage.planner.policy import refuse_own_money
 from tonnage.planner.question import Question, answer, listed_claims
 from tonnage.planner.ranks import distinct_ranks, plan_stages
 from tonnage.planner.remedies import with_remedies
@@ -33,6 +34,7 @@ __all__ = [
     "find_config",
     "plan_measured",
     "plan_without_device",
+    "refuse_own_money",
     "refuse_planned_only",
     "resolve_limits",
 ]
