@@ -43,7 +43,10 @@ class FeatureOptions:
         Text, option("--attended-tokens", "N", "Most tokens one step may attend to (default: all sequences, full).")
     ] = None
     host_kv_bytes: Annotated[Text, option("--host-kv-bytes", "SIZE", "Host memory for the cache of who waits.")] = None
-    max_draft_tokens: Annotated[Text, option("--max-draft-tokens", "N", "Tokens drafted ahead (default 0).")] = None
+    draft: Annotated[Text, option("--draft", "MODEL", "A draft model beside it, in the same pool.")] = None
+    max_draft_tokens: Annotated[
+        Text, option("--max-draft-tokens", "N", "Tokens drafted ahead (default 0; 4 with --draft).")
+    ] = None
     max_adapters: Annotated[Text, option("--max-adapters", "N", "Low-rank adapters resident at once (default 0).")] = (
         None
     )
@@ -192,6 +195,7 @@ class Planning:
     dtype: str | None
     backend: str
     reference: ReferenceKnobs | None
+    draft: ModelConfig | None = None
 
     @classmethod
     def of(
@@ -209,6 +213,7 @@ class Planning:
             dtype=pool.weights_dtype(),
             backend=features.backend,
             reference=policy.knobs(),
+            draft=None if features.draft is None else find_config(features.draft),
         )
 
     def stages(self, knobs: Knobs, limits: LimitKnobs, card: Card) -> tuple[MemoryPlan, ...]:
@@ -225,6 +230,7 @@ class Planning:
             backend=self.backend,
             checkpoint=self.checkpoint,
             reference=self.reference,
+            draft=self.draft,
         )
 
     def shown(self, stages: Sequence[MemoryPlan]) -> MemoryPlan:

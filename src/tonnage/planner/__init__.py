@@ -51,12 +51,13 @@ def plan_without_device(
     backend: str = "sdpa",
     checkpoint: Checkpoint | None = None,
     reference: ReferenceKnobs | None = None,
+    draft: ModelConfig | None = None,
 ) -> MemoryPlan:
     """The plan of one rank from config.json and the catalogue alone; ``dtype`` of the weights, default the model's.
 
     ``checkpoint`` is what the headers of the model's files say, where they are at hand. ``reference``: by the reference
-    policy with these knobs. Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were
-    each planned.
+    policy with these knobs. ``draft``: a smaller model that proposes tokens, loaded beside it. Raises
+    ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each planned.
     """
     return _answer(
         question_for(
@@ -69,6 +70,7 @@ def plan_without_device(
             backend=backend,
             checkpoint=checkpoint,
             reference=reference,
+            draft=draft,
         )
     )
 
@@ -84,6 +86,7 @@ def plan_ranks(
     backend: str = "sdpa",
     checkpoint: Checkpoint | None = None,
     reference: ReferenceKnobs | None = None,
+    draft: ModelConfig | None = None,
 ) -> tuple[MemoryPlan, ...]:
     """One plan for each pipeline stage of ``rank``'s engine, all with the tokens of the smallest; its index is not
     looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
@@ -98,6 +101,7 @@ def plan_ranks(
             backend=backend,
             checkpoint=checkpoint,
             reference=reference,
+            draft=draft,
         )
         for each in distinct_ranks(rank)
     ]
@@ -168,6 +172,7 @@ def question_for(
     backend: str,
     checkpoint: Checkpoint | None = None,
     reference: ReferenceKnobs | None = None,
+    draft: ModelConfig | None = None,
 ) -> Question:
     """The question that those arguments ask. Raises ``InvalidSetting`` for a dtype or a rank that cannot be."""
     element = parse_dtype(dtype or config.dtype, knob="dtype", allowed=WEIGHT_DTYPES)
@@ -182,8 +187,14 @@ def question_for(
         backend=backend,
         page_bytes=card.page_bytes,
         reference=reference,
+        draft=draft,
         weights=weights_of(
-            config, dtype=element, rank=rank, checkpoint=checkpoint, drafts=bool(limit_knobs.max_draft_tokens.value)
+            config,
+            dtype=element,
+            rank=rank,
+            checkpoint=checkpoint,
+            drafts=bool(limit_knobs.max_draft_tokens.value),
+            draft=draft,
         ),
     )
 

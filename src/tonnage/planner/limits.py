@@ -19,6 +19,7 @@ from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention
 from tonnage.errors import InvalidSetting
 from tonnage.layout import PENALTY_TABLES
+from tonnage.planner.drafts import DEFAULT_DRAFT_TOKENS
 from tonnage.planner.graphs import graph_sizes
 from tonnage.sampling import MAX_LOGPROBS
 
@@ -34,6 +35,7 @@ def resolve_limits(
     fitted_seq_len: int | None = None,
     disabled_claims: frozenset[str] = frozenset(),
     graphs: Setting[str] | None = None,
+    has_draft: bool = False,
 ) -> tuple[Limits, LimitKnobs]:
     """Limits, and the settings they come from (now with a value each); ``device_kind`` chooses the defaults.
 
@@ -41,8 +43,8 @@ def resolve_limits(
     a smaller ``max_num_tokens`` lowers a batch size left open, and is refused beside one that was asked for.
     A step cannot hold more than ``max_batch_size * max_seq_len`` tokens, so ``max_num_tokens`` left open stops there
     (at the model's length where max_seq_len is fitted, so that fitting it does not change the probes).
-    ``graphs`` is the knob; a host has none. Requests may have penalties unless their tables are among the
-    ``disabled_claims``.
+    ``graphs`` is the knob; a host has none. ``has_draft``: a draft model proposes tokens. Requests may have penalties
+    unless their tables are among the ``disabled_claims``.
     Raises ``InvalidSetting`` for limits below 1 or beyond the model's positions.
     """
     for name in ("max_seq_len", "max_batch_size", "max_num_tokens"):
@@ -62,12 +64,12 @@ def resolve_limits(
         max_logprobs=MAX_LOGPROBS,
         penalties=PENALTY_TABLES not in disabled_claims,
         graph_batch_sizes=graph_sizes(graphs or Setting(), max_batch_size=num_rows, on_host=device_kind == "host"),
-        **_features(config, asked, num_tokens=num_tokens),
+        **_features(config, asked, num_tokens=num_tokens, has_draft=has_draft),
     )
     return limits, settings
 
 
-def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int) -> dict[str, Any]:
+def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_draft: bool) -> dict[str, Any]:
     """What requests may ask for beyond plain text. An encoder that nobody mentions may run in any step."""
     has_encoder = bool(config.towers) or any(
         isinstance(mixer, Attention) and mixer.is_cross for layer in config.layers for mixer in layer.mixers
@@ -79,7 +81,7 @@ def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int) -> dic
             )
     adapters = asked.max_adapters.or_else(0)
     return {
-        "max_draft_tokens": asked.max_draft_tokens.or_else(0),
+        "max_draft_tokens": asked.max_draft_tokens.or_else(DEFAULT_DRAFT_TOKENS if has_draft else 0),
         "max_adapters": adapters,
         "max_adapter_rank": asked.max_adapter_rank.or_else(DEFAULT_ADAPTER_RANK) if adapters else 0,
         "max_encoder_tokens": asked.max_encoder_tokens.or_else(num_tokens if has_encoder else 0),

@@ -8,18 +8,31 @@ from tonnage.costs.config import ModelConfig
 from tonnage.costs.context import context_bytes, graph_bytes, library_bytes
 from tonnage.costs.ranks import rank_shape
 from tonnage.hardware import Card
+from tonnage.planner.drafts import draft_rank
 from tonnage.terms import Measured, Quantity, Rank, Source, StagePeak, StepShape
 
 
-def predict(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtype: str, weights: Quantity) -> Measured:
+def predict(
+    config: ModelConfig,
+    *,
+    card: Card,
+    limits: Limits,
+    rank: Rank,
+    dtype: str,
+    weights: Quantity,
+    draft: ModelConfig | None = None,
+) -> Measured:
     """What a start on that card would measure, as far as formulas know. The card is taken to be empty."""
+    stages = _stages(config, card=card, limits=limits, rank=rank, dtype=dtype)
+    if draft is not None and rank_shape(config, rank).has_head:
+        stages = (*stages, _draft_stage(draft, card=card, limits=limits, rank=rank, dtype=dtype))
     return Measured(
         rank=rank,
         device_bytes=card.total_bytes,
         weights=weights,
         context=context_bytes(card.kind, known=card.context),
         libraries=library_bytes(card.kind, known=card.libraries),
-        stages=_stages(config, card=card, limits=limits, rank=rank, dtype=dtype),
+        stages=stages,
         graphs=_graphs(config, card=card, limits=limits, rank=rank, dtype=dtype),
         foreign_bytes=Quantity.exact(0, Source.ASSUMED, "an empty device"),
     )
@@ -61,6 +74,15 @@ def _encoder_peak(config: ModelConfig, limits: Limits, *, dtype: str, rank: Rank
         return None
     peaks = (encoder_peak(tower, num_tokens=limits.max_encoder_tokens, dtype=dtype) for tower in config.towers)
     return max(peaks, key=lambda peak: peak.bytes, default=None)
+
+
+def _draft_stage(draft: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtype: str) -> StagePeak:
+    """The draft model reads the prompt as the target does, beside it and not at the same moment."""
+    rows = limits.max_logits_rows
+    shape = StepShape(num_tokens=limits.max_num_tokens, prefill_tokens=limits.max_num_tokens, logits_rows=rows)
+    where = draft_rank(rank)
+    peak = forward_peak(draft, num_tokens=shape.num_tokens, logits_rows=rows, dtype=dtype, rank=where)
+    return _stage("draft", shape, peak.quantity(ref=_ref(peak, shape.num_tokens)), card.kind)
 
 
 def _ref(peak: Peak, num_tokens: int) -> str:

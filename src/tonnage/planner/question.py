@@ -17,6 +17,7 @@ from tonnage.costs.kv import kv_layout
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
 from tonnage.planner.claims import claims_for, without
+from tonnage.planner.drafts import draft_warnings, with_draft_layers
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.policy import answered, refuse_own_money
@@ -30,7 +31,7 @@ class Question:
     """Everything a plan depends on. ``measured`` None: planned with no device, from closed forms.
 
     ``weights`` does not depend on the limits, so it is computed once and carried along. ``reference`` are the knobs
-    of the reference policy, None: our own policy answers.
+    of the reference policy, None: our own policy answers. ``draft`` is a second, smaller model that proposes tokens.
     """
 
     config: ModelConfig
@@ -48,6 +49,7 @@ class Question:
     ranks_tokens: int | None = None
     ranks_attended: int | None = None
     reference: ReferenceKnobs | None = None
+    draft: ModelConfig | None = None
 
     @property
     def block_tokens(self) -> int:
@@ -126,9 +128,10 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
         fitted_seq_len=fitted,
         disabled_claims=knobs.disabled_claims,
         graphs=knobs.graphs,
+        has_draft=question.draft is not None,
     )
     layout = kv_layout(
-        config,
+        with_draft_layers(config, question.draft),
         kv_dtype=question.kv_dtype,
         state_dtype=question.state_dtype,
         block_tokens=question.block_tokens,
@@ -177,12 +180,14 @@ def _predicted(question: Question, limits: Limits) -> Measured:
         rank=question.rank,
         dtype=question.dtype,
         weights=question.weights,
+        draft=question.draft,
     )
 
 
 def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[str, ...]:
     config, card, total = question.config, question.card, question.knobs.total_bytes.value
     found = [f"{config.name}: {note}" for note in config.notes]
+    found += draft_warnings(config, question.draft)
     if fitted is not None:
         found.append(
             f"max_seq_len is {limits.max_seq_len:,}, the largest that fits; the model has "
@@ -217,6 +222,7 @@ def fingerprint(question: Question, limits: Limits) -> str:
         "rank": {f.name: getattr(rank, f.name) for f in fields(rank)},
         "family": config.model_type,
         "attention": question.backend,
+        "draft": None if question.draft is None else dict(question.draft.raw),
         "policy": "own" if question.reference is None else str(question.reference),
         "device": [question.card.name, question.card.total_bytes, question.card.num_sms, question.page_bytes],
         "versions": {"tonnage": tonnage.__version__, **dict(question.versions)},

@@ -8,7 +8,9 @@ from tonnage.costs.checkpoint import Checkpoint, read_checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.families import FAMILIES
 from tonnage.costs.price import weights_price
+from tonnage.costs.ranks import rank_shape
 from tonnage.costs.weights import weights_layout
+from tonnage.planner.drafts import draft_rank
 from tonnage.terms import Quantity, Rank
 
 
@@ -25,12 +27,33 @@ def checkpoint_of(model: str) -> Checkpoint | None:
 
 
 def weights_of(
-    config: ModelConfig, *, dtype: str, rank: Rank, checkpoint: Checkpoint | None = None, drafts: bool = False
+    config: ModelConfig,
+    *,
+    dtype: str,
+    rank: Rank,
+    checkpoint: Checkpoint | None = None,
+    drafts: bool = False,
+    draft: ModelConfig | None = None,
 ) -> Quantity:
     """Bytes of one rank's weights. A dense model that the engine lays out itself costs its arena, tensor by tensor.
 
-    ``drafts``: layers for multi-token prediction are loaded too, where the model has them.
+    ``drafts``: layers for multi-token prediction are loaded too, where the model has them. ``draft``: a draft model is,
+    instead, on the last pipeline stage.
     """
+    target = _target(config, dtype=dtype, rank=rank, checkpoint=checkpoint, drafts=drafts and draft is None)
+    if draft is None or not rank_shape(config, rank).has_head:
+        return target
+    beside = weights_price(draft, rank=draft_rank(rank)).quantity
+    return Quantity(
+        bytes=target.bytes + beside.bytes,
+        low=target.low + beside.low,
+        high=target.high + beside.high,
+        source=target.source,
+        ref=f"{target.ref}; {draft.name}: {beside.ref}",
+    )
+
+
+def _target(config: ModelConfig, *, dtype: str, rank: Rank, checkpoint: Checkpoint | None, drafts: bool) -> Quantity:
     if not config.unsupported and config.model_type in FAMILIES:
         return weights_layout(config, dtype=dtype, rank=rank).quantity()
     with_mtp = drafts and bool(config.mtp_layers)

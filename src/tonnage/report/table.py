@@ -61,7 +61,7 @@ def header(plan: MemoryPlan, width: int) -> Text:
 def origin_text(setting: Setting[Any]) -> str:
     """Where a setting came from, in the user's own words: the flag, the file, or what chose it."""
     if setting.origin == Origin.FIT:
-        return "the largest that fits"
+        return setting.where or "the largest that fits"
     return setting.where or setting.origin.value
 
 
