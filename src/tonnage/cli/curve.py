@@ -35,6 +35,7 @@ def curve(
     card = card_of(device, memory)
     planning = Planning.of(model, pool=pool, features=features, ranks=ranks, policy=PolicyOptions())
 
+    from tonnage.planner.asked import on_rank
     from tonnage.planner.curve import curve_without_device
     from tonnage.report.curve_table import curve_text, show_curve
 
@@ -43,16 +44,8 @@ def curve(
 
     # The plan first: it chooses the stage, translates other engines' knobs, and refuses with remedies.
     made = plan_like(like.like, knobs, limits, plan_with)
-    drawn = curve_without_device(
-        planning.config,
-        card=card,
-        knobs=made.knobs,
-        limit_knobs=made.limit_knobs,
-        rank=made.rank,
-        dtype=planning.dtype,
-        backend=planning.backend,
-        checkpoint=planning.checkpoint,
-    )
+    asked = planning.asked(made.knobs, made.limit_knobs, card)
+    drawn = curve_without_device(planning.config, **on_rank(asked, made.rank))
     if as_json:
         print(curve_text(drawn), end="")
         return

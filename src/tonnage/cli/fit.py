@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -82,10 +83,11 @@ class _Asked:
     backend: str
     rank: Rank
     stage: int | None
+    draft: str | None
 
     def keywords(self) -> dict[str, Any]:
         """What every fit is given beside model, device, goal and ranks."""
-        from tonnage.planner import checkpoint_of
+        from tonnage.planner import checkpoint_of, find_config
 
         return {
             "knobs": self.knobs,
@@ -93,15 +95,17 @@ class _Asked:
             "dtype": self.dtype,
             "backend": self.backend,
             "checkpoint": checkpoint_of(self.model),
+            "draft": None if self.draft is None else find_config(self.draft),
         }
 
     def command(self, made: Fit, *, sized: str | None = None) -> str:
         """What to type for the same plan; ``sized`` stands in for the device where the answer is one."""
-        where = sized if sized is not None else f"--device {self.device}" if self.device is not None else ""
+        where = sized if sized is not None else f"--device {quote(self.device)}" if self.device is not None else ""
         if sized is None and self.memory is not None:
-            where = f"{where} --memory {self.memory}".strip()
+            where = f"{where} --memory {quote(self.memory)}".strip()
         dtype = f"--dtype {self.dtype}" if self.dtype is not None else ""
-        return " ".join(part for part in ("tonnage plan", self.model, where, dtype, *made.flags) if part)
+        draft = f"--draft {quote(self.draft)}" if self.draft is not None else ""
+        return " ".join(part for part in ("tonnage plan", quote(self.model), where, dtype, draft, *made.flags) if part)
 
 
 @grouped
@@ -136,6 +140,7 @@ def fit(
         backend=features.backend,
         rank=rank,
         stage=ranks.shown_stage(rank.pp),
+        draft=features.draft,
     )
     view = _view(asked, least_memory=least_memory, least_ranks=least_ranks)
     if as_json:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tonnage.costs.checkpoint import Checkpoint
     from tonnage.costs.config import ModelConfig
     from tonnage.hardware import Card
+    from tonnage.planner.asked import Asked
     from tonnage.terms import MemoryPlan, Rank
 
 
@@ -220,18 +221,21 @@ class Planning:
         """One plan for each pipeline stage. Raises as ``plan_ranks``."""
         from tonnage.planner import plan_ranks
 
-        return plan_ranks(
-            self.config,
-            card=card,
-            knobs=knobs,
-            limit_knobs=limits,
-            rank=self.rank,
-            dtype=self.dtype,
-            backend=self.backend,
-            checkpoint=self.checkpoint,
-            reference=self.reference,
-            draft=self.draft,
-        )
+        return plan_ranks(self.config, **self.asked(knobs, limits, card))
+
+    def asked(self, knobs: Knobs, limits: LimitKnobs, card: Card) -> Asked:
+        """The keywords of a planning call."""
+        return {
+            "card": card,
+            "knobs": knobs,
+            "limit_knobs": limits,
+            "rank": self.rank,
+            "dtype": self.dtype,
+            "backend": self.backend,
+            "checkpoint": self.checkpoint,
+            "reference": self.reference,
+            "draft": self.draft,
+        }
 
     def shown(self, stages: Sequence[MemoryPlan]) -> MemoryPlan:
         """The stage asked for, or the one that the others follow."""

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Unpack
 
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs
-from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
-from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 from tonnage.costs.models import find_config
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
+from tonnage.planner.asked import Asked, question_for
 from tonnage.planner.claims import claims_for, unlisted
 from tonnage.planner.knobs import check_knobs, refuse_planned_only
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.policy import refuse_own_money
 from tonnage.planner.question import Question, answer, listed_claims
-from tonnage.planner.ranks import distinct_ranks, plan_stages
+from tonnage.planner.ranks import plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
-from tonnage.planner.weights import checkpoint_of, weights_of
+from tonnage.planner.weights import checkpoint_of
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
 
 __all__ = [
@@ -40,72 +40,18 @@ __all__ = [
 ]
 
 
-def plan_without_device(
-    config: ModelConfig,
-    *,
-    card: Card,
-    knobs: Knobs | None = None,
-    limit_knobs: LimitKnobs | None = None,
-    rank: Rank | None = None,
-    dtype: str | None = None,
-    backend: str = "sdpa",
-    checkpoint: Checkpoint | None = None,
-    reference: ReferenceKnobs | None = None,
-    draft: ModelConfig | None = None,
-) -> MemoryPlan:
-    """The plan of one rank from config.json and the catalogue alone; ``dtype`` of the weights, default the model's.
+def plan_without_device(config: ModelConfig, **asked: Unpack[Asked]) -> MemoryPlan:
+    """The plan of one rank from config.json and the catalogue alone; ``Asked`` explains the keywords.
 
-    ``checkpoint`` is what the headers of the model's files say, where they are at hand. ``reference``: by the reference
-    policy with these knobs. ``draft``: a smaller model that proposes tokens, loaded beside it. Raises
-    ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each planned.
+    Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each planned.
     """
-    return _answer(
-        question_for(
-            config,
-            card=card,
-            knobs=knobs,
-            limit_knobs=limit_knobs,
-            rank=rank,
-            dtype=dtype,
-            backend=backend,
-            checkpoint=checkpoint,
-            reference=reference,
-            draft=draft,
-        )
-    )
+    return _answer(question_for(config, **asked))
 
 
-def plan_ranks(
-    config: ModelConfig,
-    *,
-    card: Card,
-    knobs: Knobs | None = None,
-    limit_knobs: LimitKnobs | None = None,
-    rank: Rank,
-    dtype: str | None = None,
-    backend: str = "sdpa",
-    checkpoint: Checkpoint | None = None,
-    reference: ReferenceKnobs | None = None,
-    draft: ModelConfig | None = None,
-) -> tuple[MemoryPlan, ...]:
-    """One plan for each pipeline stage of ``rank``'s engine, all with the tokens of the smallest; its index is not
-    looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
-    questions = [
-        question_for(
-            config,
-            card=card,
-            knobs=knobs,
-            limit_knobs=limit_knobs,
-            rank=each,
-            dtype=dtype,
-            backend=backend,
-            checkpoint=checkpoint,
-            reference=reference,
-            draft=draft,
-        )
-        for each in distinct_ranks(rank)
-    ]
-    return plan_stages(questions, _answer)
+def plan_ranks(config: ModelConfig, **asked: Unpack[Asked]) -> tuple[MemoryPlan, ...]:
+    """One plan for each pipeline stage of the engine that ``rank`` belongs to, all with the tokens of the smallest;
+    its index is not looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
+    return plan_stages(questions_for(config, **asked), _answer)
 
 
 def plan_measured(
@@ -159,44 +105,6 @@ def _unlisted(question: Question, extra: Sequence[Claim]) -> tuple[Claim, ...]:
     check_knobs(question.knobs)
     limits, _ = resolve_limits(question.config, question.limit_knobs, device_kind=question.card.kind)
     return unlisted(listed_claims(question, limits), extra)
-
-
-def question_for(
-    config: ModelConfig,
-    *,
-    card: Card,
-    knobs: Knobs | None,
-    limit_knobs: LimitKnobs | None,
-    rank: Rank | None,
-    dtype: str | None,
-    backend: str,
-    checkpoint: Checkpoint | None = None,
-    reference: ReferenceKnobs | None = None,
-    draft: ModelConfig | None = None,
-) -> Question:
-    """The question that those arguments ask. Raises ``InvalidSetting`` for a dtype or a rank that cannot be."""
-    element = parse_dtype(dtype or config.dtype, knob="dtype", allowed=WEIGHT_DTYPES)
-    rank, limit_knobs = rank or Rank(), limit_knobs or LimitKnobs()
-    return Question(
-        config=config,
-        card=card,
-        knobs=knobs or Knobs(),
-        limit_knobs=limit_knobs,
-        rank=rank,
-        dtype=element,
-        backend=backend,
-        page_bytes=card.page_bytes,
-        reference=reference,
-        draft=draft,
-        weights=weights_of(
-            config,
-            dtype=element,
-            rank=rank,
-            checkpoint=checkpoint,
-            drafts=bool(limit_knobs.max_draft_tokens.value),
-            draft=draft,
-        ),
-    )
 
 
 def _answer(question: Question) -> MemoryPlan:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from tonnage.budget.curve import Curve, curve
 from tonnage.budget.plan import PlanInputs, plan
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting
-from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import UserError
 from tonnage.hardware import Card
-from tonnage.planner import plan_without_device, question_for
+from tonnage.planner import plan_without_device
+from tonnage.planner.asked import Asked, question_for
 from tonnage.planner.question import Question, inputs_at
-from tonnage.terms import MemoryPlan, Rank
+from tonnage.terms import MemoryPlan
 from tonnage.units import GiB
 
 #: Caps that a GiB more of the knob moves, and those that a GiB more of the device does.
@@ -30,25 +30,10 @@ class OneMore:
     plan: MemoryPlan
 
 
-def curve_without_device(
-    config: ModelConfig,
-    *,
-    card: Card,
-    knobs: Knobs | None = None,
-    limit_knobs: LimitKnobs | None = None,
-    rank: Rank | None = None,
-    dtype: str | None = None,
-    backend: str = "sdpa",
-    checkpoint: Checkpoint | None = None,
-) -> Curve:
+def curve_without_device(config: ModelConfig, **asked: Unpack[Asked]) -> Curve:
     """Both pictures of the question that ``plan_without_device`` answers, for one rank as if it were alone. Raises as
     that does."""
-    asked: dict[str, Any] = {
-        "card": card, "knobs": knobs, "limit_knobs": limit_knobs, "rank": rank, "dtype": dtype, "backend": backend,
-        "checkpoint": checkpoint,
-    }  # fmt: skip
-    made = plan_without_device(config, **asked)
-    return curve(inputs_of(question_for(config, **asked), made))
+    return curve(inputs_of(question_for(config, **asked), plan_without_device(config, **asked)))
 
 
 def inputs_of(question: Question, made: MemoryPlan) -> PlanInputs:

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from shlex import quote
+from typing import Unpack
 
 from tonnage.budget.fit import Dimension, Fitted, Value, Values, best_goal, least_sacrifice, sacrificed
-from tonnage.config import Knobs, LimitKnobs
-from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
-from tonnage.hardware import Card
+from tonnage.planner.asked import Asked
 from tonnage.planner.dimensions import dimensions, largest_graph
 from tonnage.planner.host_tier import HostTier, host_tier
 from tonnage.planner.question import Question
 from tonnage.planner.site import Plans, Site, fewest_tokens, holds, tightest
 from tonnage.planner.unfit import most_resident, workload_refusal
 from tonnage.planner.workload import Goal, Workload, check_workload
-from tonnage.terms import MemoryPlan, Rank
+from tonnage.terms import MemoryPlan
 from tonnage.units import format_bytes, round_down
 
 #: The most sequences at once that a fit looks for: beyond it a step is all sampling.
@@ -62,33 +61,12 @@ def _follows(plan: MemoryPlan) -> bool:
     return any(cap.name == "ranks" and cap.binding for cap in plan.caps)
 
 
-def fit(
-    config: ModelConfig,
-    *,
-    card: Card,
-    goal: Goal | Workload,
-    knobs: Knobs | None = None,
-    limit_knobs: LimitKnobs | None = None,
-    rank: Rank | None = None,
-    dtype: str | None = None,
-    backend: str = "sdpa",
-    checkpoint: Checkpoint | None = None,
-) -> Fit:
+def fit(config: ModelConfig, *, goal: Goal | Workload, **asked: Unpack[Asked]) -> Fit:
     """The fit of ``config`` on devices like ``card``, one for each of ``rank``'s ranks (its index is not looked at).
 
     Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` with remedies that were each fitted.
     """
-    site = Site.of(
-        config,
-        card=card,
-        knobs=knobs,
-        limit_knobs=limit_knobs,
-        rank=rank,
-        dtype=dtype,
-        backend=backend,
-        checkpoint=checkpoint,
-    )
-    return fit_site(site, goal)
+    return fit_site(Site.of(config, **asked), goal)
 
 
 def fit_site(site: Site, goal: Goal | Workload) -> Fit:

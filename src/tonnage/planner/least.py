@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Unpack
 
 from tonnage.budget.fit import wanted
 from tonnage.budget.search import smallest
-from tonnage.config import Knobs, LimitKnobs
-from tonnage.costs.checkpoint import Checkpoint
+from tonnage.config import LimitKnobs
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
-from tonnage.hardware import Card
+from tonnage.planner.asked import Asked, on_rank
 from tonnage.planner.dimensions import dimensions
 from tonnage.planner.fit import Fit, fit_site
 from tonnage.planner.remedies import MOST_BYTES
@@ -51,32 +51,12 @@ class LeastRanks:
         return self.tp * self.pp
 
 
-def least_memory(
-    config: ModelConfig,
-    *,
-    workload: Workload,
-    card: Card,
-    knobs: Knobs | None = None,
-    limit_knobs: LimitKnobs | None = None,
-    rank: Rank | None = None,
-    dtype: str | None = None,
-    backend: str = "sdpa",
-    checkpoint: Checkpoint | None = None,
-) -> LeastMemory:
+def least_memory(config: ModelConfig, *, workload: Workload, **asked: Unpack[Asked]) -> LeastMemory:
     """The smallest device like ``card`` (its own size is not looked at) with every user of the workload resident.
 
     Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` where a cap that was set keeps every size out.
     """
-    site = Site.of(
-        config,
-        card=card,
-        knobs=knobs,
-        limit_knobs=limit_knobs,
-        rank=rank,
-        dtype=dtype,
-        backend=backend,
-        checkpoint=checkpoint,
-    )
+    site = Site.of(config, **asked)
     check_workload(workload, config, site.first.limit_knobs)
     users, length = workload.num_users, workload.seq_tokens
     order = dimensions(site.first, least_rows=users, least_seq_len=length)
@@ -105,38 +85,19 @@ def _smallest_size(enough: Callable[[int], bool], *, low: int) -> int | None:
     return smallest(enough, low=low, high=high)
 
 
-def least_ranks(
-    config: ModelConfig,
-    *,
-    workload: Workload,
-    card: Card,
-    knobs: Knobs | None = None,
-    limit_knobs: LimitKnobs | None = None,
-    dtype: str | None = None,
-    backend: str = "sdpa",
-    checkpoint: Checkpoint | None = None,
-) -> LeastRanks:
+def least_ranks(config: ModelConfig, *, workload: Workload, **asked: Unpack[Asked]) -> LeastRanks:
     """The fewest devices like ``card`` with every user of the workload resident; among equal numbers the most tensor
     parallel, which splits the cache of every layer.
 
     Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` where ``MOST_RANKS`` are not enough either.
     """
-    check_workload(workload, config, limit_knobs or LimitKnobs())
+    check_workload(workload, config, asked.get("limit_knobs") or LimitKnobs())
     tried: list[tuple[int, int]] = []
     widest: Site | None = None
     for tp, pp in splits(config):
         rank = Rank(size=tp * pp, tp=tp, pp=pp)
         try:
-            site = Site.of(
-                config,
-                card=card,
-                knobs=knobs,
-                limit_knobs=limit_knobs,
-                rank=rank,
-                dtype=dtype,
-                backend=backend,
-                checkpoint=checkpoint,
-            )
+            site = Site.of(config, **on_rank(asked, rank))
         except UserError:
             if tp * pp == 1:
                 raise

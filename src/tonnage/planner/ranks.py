@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Unpack
 
+from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit
+from tonnage.planner.asked import Asked, on_rank, question_for
 from tonnage.planner.question import Question
 from tonnage.terms import MemoryPlan, Rank
 
@@ -13,6 +16,11 @@ from tonnage.terms import MemoryPlan, Rank
 def distinct_ranks(rank: Rank) -> list[Rank]:
     """One rank of each pipeline stage; the others of a stage hold shares of the same size."""
     return [replace(rank, index=stage * rank.tp * rank.cp) for stage in range(rank.pp)]
+
+
+def questions_for(config: ModelConfig, **asked: Unpack[Asked]) -> list[Question]:
+    """One question for each pipeline stage. Raises ``InvalidSetting`` as ``question_for``."""
+    return [question_for(config, **on_rank(asked, rank)) for rank in distinct_ranks(asked.get("rank") or Rank())]
 
 
 def plan_stages(questions: Sequence[Question], answer: Callable[[Question], MemoryPlan]) -> tuple[MemoryPlan, ...]:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 from tonnage.budget.fit import Values
 from tonnage.budget.pool import GroupPrice
-from tonnage.config import Knobs, LimitKnobs
-from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
-from tonnage.hardware import Card
 from tonnage.layout import KVGroupKind, blocks_per_sequence
-from tonnage.planner import question_for
+from tonnage.planner.asked import Asked
 from tonnage.planner.dimensions import with_values
 from tonnage.planner.question import Question, answer
-from tonnage.planner.ranks import distinct_ranks, plan_stages
+from tonnage.planner.ranks import plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
-from tonnage.terms import MemoryPlan, Rank
+from tonnage.terms import MemoryPlan
 
 Plans = Sequence[MemoryPlan]
 
@@ -30,34 +28,9 @@ class Site:
     stages: tuple[Question, ...]
 
     @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        *,
-        card: Card,
-        knobs: Knobs | None = None,
-        limit_knobs: LimitKnobs | None = None,
-        rank: Rank | None = None,
-        dtype: str | None = None,
-        backend: str = "sdpa",
-        checkpoint: Checkpoint | None = None,
-    ) -> Site:
-        """Arguments as of ``plan_ranks``. Raises ``UnsupportedModel`` or ``InvalidSetting``."""
-        return cls(
-            stages=tuple(
-                question_for(
-                    config,
-                    card=card,
-                    knobs=knobs,
-                    limit_knobs=limit_knobs,
-                    rank=each,
-                    dtype=dtype,
-                    backend=backend,
-                    checkpoint=checkpoint,
-                )
-                for each in distinct_ranks(rank or Rank())
-            )
-        )
+    def of(cls, config: ModelConfig, **asked: Unpack[Asked]) -> Site:
+        """Raises ``UnsupportedModel`` or ``InvalidSetting``."""
+        return cls(stages=tuple(questions_for(config, **asked)))
 
     @property
     def first(self) -> Question:
