@@ -66,10 +66,18 @@ def test_a_dense_pool_is_its_blocks():
     assert (dense.fixed_bytes, dense.grows, dense.blocks_within(1599)) == (0, True, 9)
 
 
-def test_a_window_stops_growing():
-    """Two sequences of ceil(19 / 16) + 1 = 3 blocks each, and one block for the 16 tokens of a step."""
+def test_a_window_takes_what_it_shows_of_each_sequence():
+    """Sequences of 4 blocks, of which the window shows ceil(19 / 16) + 1 = 3, and one block for a step's 16 tokens.
+
+    Up to one sequence and a little it sees everything; 8 units are two sequences, 100 units 25 of them.
+    """
     both = price(FULL, WINDOW)
-    assert [both.num_slabs(units) for units in (0, 1, 7, 8, 100)] == [0, 2, 14, 15, 107]
+    assert [both.num_slabs(units) - units for units in (0, 1, 4, 8, 100)] == [0, 1, 4, 7, 76]
+
+
+def test_how_many_may_run_does_not_move_the_price_of_a_token():
+    few, many = (price(FULL, WINDOW, at=limits(rows=rows)) for rows in (1, 256))
+    assert [few.total_bytes(units) for units in range(50)] == [many.total_bytes(units) for units in range(50)]
 
 
 def test_states_and_encoders_are_there_from_the_start():
@@ -84,7 +92,8 @@ def test_a_model_of_states_alone_holds_what_the_limits_ask_for():
     """Nothing grows, so memory is no limit: every sequence at its full length is the most there is use for."""
     recurrent = price(STATE)
     assert not recurrent.grows
-    assert recurrent.blocks_within(1) == recurrent.most_units == 2 * 64
+    assert (recurrent.block_tokens, recurrent.most_units) == (64, 2)
+    assert recurrent.blocks_within(1) == 2
     assert recurrent.blocks_within(0) == 0
 
 
@@ -169,19 +178,28 @@ def test_a_window_never_costs_more_than_full_attention(rows, window, step, units
     assert windowed.total_bytes(units) <= full.total_bytes(units)
 
 
-@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 24), st.data())
-def test_a_pool_of_so_many_tokens_holds_them_however_they_are_spread(rows, window, step, data):
-    """Sequences of any lengths that fill their blocks, together no more tokens than the pool has, fit its slabs."""
-    pool = price(FULL, replace(WINDOW, window=window), at=limits(rows=rows, step=step))
-    lengths = data.draw(st.lists(st.integers(0, 12), min_size=rows, max_size=rows))  # in blocks
-    prefilling = data.draw(st.integers(0, rows - 1))
+@given(st.integers(1, 6), st.integers(1, 150), st.integers(1, 80), st.integers(1, 64), st.integers(1, 24), st.data())
+def test_a_pool_holds_the_sequences_that_it_is_named_after(whole, part, length, window, step, data):
+    """So many of full length and a part of one, a step's tokens prefilled anywhere: counted block by block."""
+    part = min(part, length)
+    pool = price(FULL, replace(WINDOW, window=window), at=limits(rows=whole + 1, length=length, step=step))
+    lengths = [length] * whole + [part]
+    left = step
+    steps = []
+    for tokens in lengths:  # how many of each sequence's last tokens this step computes
+        steps.append(data.draw(st.integers(0, min(left, tokens))))
+        left -= steps[-1]
 
-    def held(row: int) -> int:
-        """Blocks with a token in the window of the next one; the row in prefill keeps a step's tokens beside it."""
-        tokens = lengths[row] * 16
-        reach = window - 1 + (step if row == prefilling else 1)
-        first = max(0, tokens - reach) // 16
-        return lengths[row] - first
+    def held(tokens: int, computed: int) -> int:
+        """Blocks that hold a token which the first of the computed ones can still see."""
+        oldest = max(0, tokens - max(computed, 1) - (window - 1))
+        return -(-tokens // 16) - oldest // 16
 
-    needed = sum(lengths) + sum(held(row) for row in range(rows))
-    assert needed <= pool.num_slabs(sum(lengths))
+    full = sum(-(-tokens // 16) for tokens in lengths)
+    seen = sum(held(tokens, computed) for tokens, computed in zip(lengths, steps, strict=True))
+    priced = sum(group.blocks_of_sequences(whole + 1) for group in pool.groups) if part == length else None
+    units = whole * -(-length // 16) + -(-part // 16)
+    # Sequences end inside blocks and a unit does not, so the tokens of a pool are whole blocks of each sequence.
+    assert full + seen <= max(pool.num_slabs(units), priced or 0) + whole + 1
+    if priced is not None:
+        assert full + seen <= priced

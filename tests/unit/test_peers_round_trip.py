@@ -72,7 +72,8 @@ def check_round_trip(knobs: Knobs, limits: LimitKnobs, plan_with: PlanWith, *, p
     for each in equivalents(made):
         assert each.exact
         exact = back(each.likes(), made, knobs, limits, plan_with)
-        assert abs(exact.kv.tokens - made.kv.tokens) <= unit_tokens, each
+        # Where windows alone are kept, one more token may cost nothing, so the same bytes may hold more of them.
+        assert exact.kv.bytes == made.kv.bytes or abs(exact.kv.tokens - made.kv.tokens) <= unit_tokens, each
         assert exact.limits == made.limits
         if not each.fraction:
             continue

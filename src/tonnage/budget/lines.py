@@ -101,9 +101,10 @@ def _why_group(group: GroupPrice, price: PoolPrice, num_blocks: int, *, limits: 
     held = f"{counted(blocks, 'block')} of {counted(group.block_tokens, 'token')}"
     if group.window is None:
         return held
-    if group.most_blocks is not None and blocks == group.most_blocks * len(group.groups):
-        return f"{held}: no more than windows of {group.window:,} tokens can show, however long the texts"
-    return f"{held}, for windows of {group.window:,} tokens"
+    return (
+        f"{held}: what windows of {group.window:,} tokens show of sequences of full length, and a step adds; shorter "
+        "sequences show more for as many tokens, and fewer of theirs fit"
+    )
 
 
 def _padding(price: PoolPrice, num_blocks: int) -> list[Line]:

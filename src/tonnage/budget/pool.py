@@ -1,17 +1,17 @@
 """The price of a pool that holds N units of tokens, with everything that grows with it, and the most a budget pays for.
 
-The pool is one array of equal slabs; a block of any group of layers fills one. How many blocks a group needs for T
-cached tokens depends on what its layers keep:
+The pool is one array of equal slabs; a block of any group of layers fills one. Its tokens are counted as the longest
+sequences hold them: as many whole ones of max_seq_len as there are, and a part of one more. What a group needs for T
+of them depends on what its layers keep; with S the blocks of one whole sequence there:
 
-full, latent   every token:                     ceil(T / block)
-window         no more than the windows show:   min(ceil(T / block), sequences * (ceil((window - 1) / block) + 1)
-                                                     + ceil(tokens of a step / block))
-state          one state a sequence, and a spare one for padded rows: sequences + 1
-cross          the encoder's tokens:            sequences * ceil(encoder tokens / block)
+full, latent   every token:                  ceil(T / block)
+window         what the windows show:        S for each whole sequence, and what the part has; and ceil(tokens of a step
+                                             / block) once, for what a step adds before anything falls out of a window
+state          one a sequence, and a spare:  max_batch_size + 1, whatever T is
+cross          the encoder's tokens:         max_batch_size * ceil(encoder tokens / block), whatever T is
 
-The last term of a window are the tokens that a step adds before those that fell out of the window are given back; all
-sequences share it, because one step computes no more tokens than that. ``T`` tokens in any number of sequences hold
-no more than this, so a pool of that size needs no other rule for admission than a count of tokens.
+Shorter sequences show more windows for as many tokens, so a pool holds fewer of their tokens than it is named after;
+who admits them counts blocks. A window never takes more than it would if it saw everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tonnage.budget.charges import Charges
 from tonnage.budget.search import largest
 from tonnage.budget.split import Demand, split
 from tonnage.config import Limits
-from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence, group_families, window_blocks
+from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence, group_blocks, group_families
 from tonnage.units import ceil_div, round_up
 
 #: Caps that limit the pool itself; the others limit everything the engine takes.
@@ -36,19 +36,33 @@ SPARE_STATES = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPrice:
-    """What groups of layers that are alike take: ``most_blocks`` each; None: they grow with the tokens without bound.
+    """What groups of layers that are alike take; each of them as many blocks.
 
-    Groups of ``block_tokens`` 0 do not grow at all: they have ``most_blocks`` from the start.
+    fixed_blocks      of a group that does not depend on the tokens; None: it does
+    sequence_tokens   of the longest sequence, as far as they lie on this rank
+    sequence_blocks   what such a sequence holds; step_blocks what a step adds to windows
     """
 
     name: str
     groups: tuple[KVGroup, ...]
-    most_blocks: int | None
+    fixed_blocks: int | None = None
+    sequence_tokens: int = 1
+    sequence_blocks: int = 1
+    step_blocks: int = 0
 
     @classmethod
-    def of(cls, *groups: KVGroup, limits: Limits, name: str = "") -> GroupPrice:
-        """By what the layers of the groups keep; see the module."""
-        return cls(name=name or groups[0].name, groups=groups, most_blocks=_most_blocks(groups[0], limits))
+    def of(cls, *groups: KVGroup, limits: Limits, name: str = "", cp: int = 1) -> GroupPrice:
+        """By what the layers of the groups keep; see the module. Of a sequence every cp-th block is on this rank."""
+        first, tokens = groups[0], ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
+        fixed = _fixed_blocks(first, limits)
+        return cls(
+            name=name or first.name,
+            groups=groups,
+            fixed_blocks=fixed,
+            sequence_tokens=tokens,
+            sequence_blocks=group_blocks(first, tokens) if fixed is None else 0,
+            step_blocks=ceil_div(limits.max_num_tokens, first.block_tokens) if first.window is not None else 0,
+        )
 
     @property
     def kind(self) -> KVGroupKind:
@@ -64,40 +78,49 @@ class GroupPrice:
 
     @property
     def is_fixed(self) -> bool:
-        return self.kind in (KVGroupKind.STATE, KVGroupKind.CROSS)
+        return self.fixed_blocks is not None
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that ``tokens`` cached tokens need, however they are spread over sequences that fill their blocks."""
+        """Blocks that ``tokens`` tokens of this rank need, in sequences of full length and a part of one."""
         return len(self.groups) * self._blocks_of_one(tokens)
+
+    def blocks_of_sequences(self, num_sequences: int) -> int:
+        """Blocks that so many sequences of full length need, each in blocks of its own."""
+        if self.fixed_blocks is not None:
+            return len(self.groups) * self.fixed_blocks
+        every = num_sequences * ceil_div(self.sequence_tokens, self.block_tokens)
+        return len(self.groups) * min(every, num_sequences * self.sequence_blocks + self.step_blocks)
 
     def used_bytes(self, tokens: int) -> int:
         """Bytes in use in those blocks."""
         return self._blocks_of_one(tokens) * sum(group.block_bytes for group in self.groups)
 
     def _blocks_of_one(self, tokens: int) -> int:
-        if self.is_fixed:
-            return self.most_blocks or 0
-        grown = ceil_div(tokens, self.block_tokens)
-        return grown if self.most_blocks is None else min(grown, self.most_blocks)
+        if self.fixed_blocks is not None:
+            return self.fixed_blocks
+        every = ceil_div(tokens, self.block_tokens)
+        if self.window is None:
+            return every
+        whole, part = divmod(tokens, self.sequence_tokens)
+        held = whole * self.sequence_blocks + group_blocks(self.groups[0], part)
+        return min(every, held + self.step_blocks)
 
 
-def _most_blocks(group: KVGroup, limits: Limits) -> int | None:
-    rows, block = limits.max_batch_size, group.block_tokens
+def _fixed_blocks(group: KVGroup, limits: Limits) -> int | None:
+    rows = limits.max_batch_size
     if group.kind == KVGroupKind.STATE:
         return rows + SPARE_STATES
     if group.kind == KVGroupKind.CROSS:
-        return rows * ceil_div(limits.max_encoder_tokens, block)
-    if group.window is None:
-        return None
-    return rows * window_blocks(group.window, block) + ceil_div(limits.max_num_tokens, block)
+        return rows * ceil_div(limits.max_encoder_tokens, group.block_tokens)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolPrice:
     """What N units cost: the blocks of every group, their bookkeeping, the scratch that grows with the tokens, pages.
 
-    A unit is ``block_tokens`` tokens, one block of the group that grows without bound (for a model that has none, of
-    the group that grows longest). Under context parallelism every cp-th block of a sequence lies on this rank, so one
+    A unit is ``block_tokens`` tokens: one block of what sees every token, else of windows, else one whole sequence.
+    Under context parallelism every cp-th block of a sequence lies on this rank, so one
     block here stands for ``cp`` of them: ``local_tokens`` are here. ``demands`` are scratch, per unit. The pool and
     the growing scratch are arenas, committed in pages of ``page_bytes``. ``most_units`` hold every sequence at its
     full length at once.
@@ -116,9 +139,9 @@ class PoolPrice:
     def of(cls, layout: KVLayout, charges: Charges, *, limits: Limits, page_bytes: int, cp: int = 1) -> PoolPrice:
         """The price list for one layout at the limits."""
         groups = tuple(
-            GroupPrice.of(*alike, limits=limits, name=name) for name, alike in group_families(layout).items()
+            GroupPrice.of(*alike, limits=limits, name=name, cp=cp) for name, alike in group_families(layout).items()
         )
-        local_tokens = _unit_tokens(groups)
+        local_tokens = unit_tokens(layout) or ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
         block_tokens = local_tokens * cp
         return cls(
             groups=groups,
@@ -155,8 +178,8 @@ class PoolPrice:
 
     @property
     def grows(self) -> bool:
-        """Whether more tokens always cost more; a model with states or windows alone reaches an end."""
-        return any(group.most_blocks is None for group in self.groups)
+        """Whether more tokens cost more; a model of states alone costs what its sequences cost."""
+        return not all(group.is_fixed for group in self.groups)
 
     def num_slabs(self, units: int) -> int:
         """Slabs of a pool for so many units, the fixed ones included."""
@@ -196,46 +219,38 @@ class PoolPrice:
     def blocks_within(self, budget_bytes: int) -> int:
         """The most units whose price is within the budget; 0 where it pays for none.
 
-        Where nothing grows without bound no budget is the limit, and the answer stops at ``most_units``.
+        Where nothing grows no budget is the limit, and the answer stops at ``most_units``.
         """
         if budget_bytes <= 0:
             return 0
-        ceiling = self.most_units
-        if self.grows:
-            # Without page rounding the split is exact; rounding can only take blocks away again.
-            ceiling = split(budget_bytes, rate_bytes=self._rate_bytes(), demands=self._bounded()).units
-        return largest(lambda n: self.total_bytes(n) <= budget_bytes, low=0, high=ceiling) or 0
+        high = self._ceiling(budget_bytes, self.demands)
+        return largest(lambda n: self.total_bytes(n) <= budget_bytes, low=0, high=high) or 0
 
     def kv_blocks_within(self, kv_bytes: int) -> int:
         """The most units whose slabs, the fixed ones included, are within ``kv_bytes``."""
-        ceiling = kv_bytes // self.slab_bytes if self.grows else self.most_units
-        return largest(lambda n: self.kv_bytes(n) <= kv_bytes, low=0, high=ceiling) or 0
+        return largest(lambda n: self.kv_bytes(n) <= kv_bytes, low=0, high=self._ceiling(kv_bytes, ())) or 0
 
-    def _rate_bytes(self) -> int:
-        """Bytes of a unit in the groups that grow without bound; whole blocks can only make it more."""
-        return sum(self._unit_bytes(group) for group in self.groups if group.most_blocks is None)
-
-    def _bounded(self) -> tuple[Demand, ...]:
-        """Windows end growing as scratch does, so one split serves both; rounding may only make it pay for more."""
-        windows = tuple(
-            Demand(
-                name=group.name,
-                rate_bytes=self._unit_bytes(group),
-                ceiling_bytes=(group.most_blocks or 0) * len(group.groups) * self.block_bytes,
-            )
-            for group in self.groups
-            if not group.is_fixed and group.most_blocks is not None
-        )
-        return (*self.demands, *windows)
+    def _ceiling(self, budget_bytes: int, demands: Sequence[Demand]) -> int:
+        """No fewer units than the budget can pay for: what the split says, which windows and pages only lower."""
+        rate = sum(self._unit_bytes(group) for group in self.groups if not group.is_fixed and group.window is None)
+        if rate:
+            return split(budget_bytes, rate_bytes=rate, demands=demands).units
+        if not self.grows:
+            return self.most_units
+        units = 1
+        while self.kv_bytes(units) <= budget_bytes:
+            units *= 2
+        return units
 
     def _unit_bytes(self, group: GroupPrice) -> int:
-        return len(group.groups) * self.block_bytes * self.local_tokens // group.block_tokens
+        return len(group.groups) * self.slab_bytes * self.local_tokens // group.block_tokens
 
 
-def _unit_tokens(groups: Sequence[GroupPrice]) -> int:
-    growing = [group.block_tokens for group in groups if group.most_blocks is None]
-    bounded = [group.block_tokens for group in groups if not group.is_fixed]
-    return min(growing or bounded, default=1)
+def unit_tokens(layout: KVLayout) -> int:
+    """Tokens of one unit of a pool of this layout, on one rank; 0 for a layout that no token makes larger."""
+    kept = [group for group in layout.groups if group.kind not in (KVGroupKind.STATE, KVGroupKind.CROSS)]
+    every = [group.block_tokens for group in kept if group.window is None]
+    return min(every or [group.block_tokens for group in kept], default=0)
 
 
 def _page_loss(num_bytes: int, page_bytes: int) -> int:

@@ -10,7 +10,6 @@ from tonnage.budget.fit import Values
 from tonnage.budget.pool import GroupPrice
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
-from tonnage.layout import KVGroupKind, blocks_per_sequence
 from tonnage.planner.asked import Asked
 from tonnage.planner.dimensions import with_values
 from tonnage.planner.question import Question, answer
@@ -97,25 +96,11 @@ def tightest(plans: Plans) -> MemoryPlan:
 
 def holds(plans: Plans, *, num_sequences: int, seq_tokens: int) -> bool:
     """Whether every rank's pool holds so many sequences of that length, all whole at once."""
-    return all(plan.kv.tokens >= tokens_for(plan, num_sequences, seq_tokens) for plan in plans)
-
-
-def tokens_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
-    """Tokens of the pool that so many sequences fill, each in whole blocks."""
-    unit = _unit_tokens(plan)
-    blocks = blocks_per_sequence(seq_tokens, unit, extra_tokens=plan.limits.extra_tokens)
-    return num_sequences * blocks * unit
+    return all(plan.kv.bytes >= kv_bytes_for(plan, num_sequences, seq_tokens) for plan in plans)
 
 
 def kv_bytes_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
-    """Bytes of a pool that holds them."""
-    tokens = tokens_for(plan, num_sequences, seq_tokens)
-    layout, local = plan.kv.layout, tokens // plan.rank.cp
-    return layout.slab_bytes * sum(GroupPrice.of(group, limits=plan.limits).blocks(local) for group in layout.groups)
-
-
-def _unit_tokens(plan: MemoryPlan) -> int:
-    """The pool's unit, as ``PoolPrice`` counts it: blocks of what grows without bound, else of what grows at all."""
-    kept = [group for group in plan.kv.layout.groups if group.kind not in (KVGroupKind.STATE, KVGroupKind.CROSS)]
-    growing = [group.block_tokens for group in kept if group.window is None]
-    return min(growing or [group.block_tokens for group in kept], default=1) * plan.rank.cp
+    """Bytes of a pool that holds them, block by block; states and encoders as for every sequence that may run."""
+    limits, layout = replace(plan.limits, max_seq_len=seq_tokens), plan.kv.layout
+    prices = (GroupPrice.of(group, limits=limits, cp=plan.rank.cp) for group in layout.groups)
+    return layout.slab_bytes * sum(price.blocks_of_sequences(num_sequences) for price in prices)
