@@ -171,18 +171,18 @@ class _LetterText(Text):
 
 
 def _config(max_seq_len: int) -> ModelConfig:
-    return ModelConfig(
-        name="stub",
-        model_type="llama",
-        architectures=("LlamaForCausalLM",),
-        num_layers=1,
-        hidden_size=64,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        intermediate_size=64,
-        vocab_size=_VOCAB_SIZE,
-        max_position_embeddings=max_seq_len,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
+    shape = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "intermediate_size": 64,
+        "vocab_size": _VOCAB_SIZE,
+        "max_position_embeddings": max_seq_len,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    return ModelConfig.from_dict(shape, name="stub")
