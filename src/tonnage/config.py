@@ -124,9 +124,10 @@ class LimitKnobs:
     max_batch_size  sequences running at once (default 256)
     max_num_tokens  tokens computed in one step (default 8,192)
 
-    What requests may ask for beyond plain text; only plans know the first five, the engine has none of them yet:
+    What requests may ask for beyond plain text; only plans know these, but for prompt_logprobs:
 
     max_draft_tokens        tokens drafted ahead for a sequence in a step (default 0)
+    lookahead_steps         steps prepared while one runs (default 0); each needs seats and a token a sequence more
     max_adapters            low-rank adapters resident at once (default 0), of at most max_adapter_rank (default 16)
     max_encoder_tokens      tokens an encoder computes at once (default: max_num_tokens where there is one, else 0)
     encoder_cache_bytes     cache of an encoder's outputs (default 128 MiB for a model that has one, else 0)
@@ -137,6 +138,7 @@ class LimitKnobs:
     max_batch_size: Setting[int] = field(default_factory=unset)
     max_num_tokens: Setting[int] = field(default_factory=unset)
     max_draft_tokens: Setting[int] = field(default_factory=unset)
+    lookahead_steps: Setting[int] = field(default_factory=unset)
     max_adapters: Setting[int] = field(default_factory=unset)
     max_adapter_rank: Setting[int] = field(default_factory=unset)
     max_encoder_tokens: Setting[int] = field(default_factory=unset)

@@ -373,7 +373,9 @@ class NotCharged:
 class KVPool:
     """The pool in blocks. ``bytes`` = ``num_slabs`` * ``layout.slab_bytes``; page rounding is a line of its own.
 
-    guaranteed_tokens: with every loan called in. reachable_tokens: with none called in (scratch lent to the cache).
+    tokens are counted as sequences of max_seq_len hold them; windows show more of as many tokens in shorter sequences,
+    so fewer of theirs fit. guaranteed_tokens: with every loan called in. reachable_tokens: with none called in (scratch
+    lent to the cache).
     """
 
     layout: KVLayout

@@ -17,14 +17,14 @@ who admits them counts blocks. A window never takes more than it would if it saw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tonnage.budget.charges import Charges
 from tonnage.budget.search import largest
 from tonnage.budget.split import Demand, split
 from tonnage.config import Limits
-from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence, group_blocks, group_families
+from tonnage.layout import KVGroup, KVGroupKind, KVLayout, blocks_per_sequence, group_families, window_blocks
 from tonnage.units import ceil_div, round_up
 
 #: Caps that limit the pool itself; the others limit everything the engine takes.
@@ -40,29 +40,30 @@ class GroupPrice:
 
     fixed_blocks      of a group that does not depend on the tokens; None: it does
     sequence_tokens   of the longest sequence, as far as they lie on this rank
-    sequence_blocks   what such a sequence holds; step_blocks what a step adds to windows
+    window_blocks     the most that a window can show, wherever it starts, and with tokens that may be rejected; None:
+                      the layers see every token
+    step_blocks       what a step adds to windows before anything falls out of them
+    cp                ranks that share a sequence's blocks in turn
     """
 
     name: str
     groups: tuple[KVGroup, ...]
     fixed_blocks: int | None = None
     sequence_tokens: int = 1
-    sequence_blocks: int = 1
+    window_blocks: int | None = None
     step_blocks: int = 0
+    cp: int = 1
 
     @classmethod
     def of(cls, *groups: KVGroup, limits: Limits, name: str = "", cp: int = 1) -> GroupPrice:
         """By what the layers of the groups keep; see the module. Of a sequence every cp-th block is on this rank."""
-        first, tokens = groups[0], ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
-        fixed = _fixed_blocks(first, limits)
-        return cls(
-            name=name or first.name,
-            groups=groups,
-            fixed_blocks=fixed,
-            sequence_tokens=tokens,
-            sequence_blocks=group_blocks(first, tokens) if fixed is None else 0,
-            step_blocks=ceil_div(limits.max_num_tokens, first.block_tokens) if first.window is not None else 0,
-        )
+        first, name = groups[0], name or groups[0].name
+        tokens = ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
+        priced = cls(name=name, groups=groups, fixed_blocks=_fixed_blocks(first, limits), sequence_tokens=tokens, cp=cp)
+        if first.window is None or priced.is_fixed:
+            return priced
+        shown = window_blocks(first.window, first.block_tokens, extra_tokens=limits.extra_tokens)
+        return replace(priced, window_blocks=shown, step_blocks=ceil_div(limits.max_num_tokens, first.block_tokens))
 
     @property
     def kind(self) -> KVGroupKind:
@@ -89,7 +90,10 @@ class GroupPrice:
         if self.fixed_blocks is not None:
             return len(self.groups) * self.fixed_blocks
         every = num_sequences * ceil_div(self.sequence_tokens, self.block_tokens)
-        return len(self.groups) * min(every, num_sequences * self.sequence_blocks + self.step_blocks)
+        if self.window_blocks is None:
+            return len(self.groups) * every
+        shown = num_sequences * self._shown(self.sequence_tokens) + ceil_div(self.step_blocks, self.cp)
+        return len(self.groups) * min(every, shown)
 
     def used_bytes(self, tokens: int) -> int:
         """Bytes in use in those blocks."""
@@ -99,11 +103,16 @@ class GroupPrice:
         if self.fixed_blocks is not None:
             return self.fixed_blocks
         every = ceil_div(tokens, self.block_tokens)
-        if self.window is None:
+        if self.window_blocks is None:
             return every
         whole, part = divmod(tokens, self.sequence_tokens)
-        held = whole * self.sequence_blocks + group_blocks(self.groups[0], part)
-        return min(every, held + self.step_blocks)
+        shown = whole * self._shown(self.sequence_tokens) + self._shown(part)
+        return min(every, shown + ceil_div(self.step_blocks, self.cp))
+
+    def _shown(self, tokens: int) -> int:
+        """Blocks of this rank that windows show of one sequence of so many of its tokens."""
+        assert self.window_blocks is not None
+        return ceil_div(min(ceil_div(tokens * self.cp, self.block_tokens), self.window_blocks), self.cp)
 
 
 def _fixed_blocks(group: KVGroup, limits: Limits) -> int | None:

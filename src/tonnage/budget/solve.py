@@ -14,7 +14,7 @@ from tonnage.budget.words import WHY_CAP, told
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES
 from tonnage.layout import blocks_per_sequence
 from tonnage.terms import Cap, LineKind
-from tonnage.units import round_up
+from tonnage.units import ceil_div, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,9 @@ class Solved:
 
     @property
     def tokens(self) -> int:
-        return self.num_blocks * self.price.block_tokens
+        """Tokens of the pool; no more than the smallest rank's, where its unit is smaller than this one's."""
+        tokens, smallest = self.num_blocks * self.price.block_tokens, self.inputs.ranks_tokens
+        return tokens if smallest is None else min(tokens, smallest)
 
     @property
     def binding(self) -> Cap:
@@ -117,7 +119,8 @@ def _caps(budget: Budget, price: PoolPrice, *, inputs: PlanInputs) -> tuple[tupl
         used = f"max_batch_size {limits.max_batch_size:,} x max_seq_len {limits.max_seq_len:,}"
         found.append(("limits", price.most_units, used))
     if inputs.ranks_tokens is not None:
-        found.append(("ranks", inputs.ranks_tokens // price.block_tokens, "the smallest rank"))
+        # Rounded up: the ranks' units differ, and every one of them has room for all these tokens.
+        found.append(("ranks", ceil_div(inputs.ranks_tokens, price.block_tokens), "the smallest rank"))
     binding = min(range(len(found)), key=lambda i: found[i][1])
     caps = tuple(
         Cap(

@@ -48,6 +48,9 @@ class FeatureOptions:
     max_draft_tokens: Annotated[
         Text, option("--max-draft-tokens", "N", "Tokens drafted ahead (default 0; 4 with --draft).")
     ] = None
+    lookahead_steps: Annotated[Text, option("--lookahead-steps", "N", "Steps prepared while one runs (default 0).")] = (
+        None
+    )
     max_adapters: Annotated[Text, option("--max-adapters", "N", "Low-rank adapters resident at once (default 0).")] = (
         None
     )
@@ -90,6 +93,7 @@ class FeatureOptions:
         return replace(
             pool.limits(),
             max_draft_tokens=count(self.max_draft_tokens, "--max-draft-tokens"),
+            lookahead_steps=count(self.lookahead_steps, "--lookahead-steps"),
             max_adapters=count(self.max_adapters, "--max-adapters"),
             max_adapter_rank=setting(self.max_adapter_rank, "--max-adapter-rank", parse_count),
             max_encoder_tokens=setting(self.max_encoder_tokens, "--max-encoder-tokens", parse_count),

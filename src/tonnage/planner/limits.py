@@ -49,18 +49,27 @@ def resolve_limits(
     """
     for name in ("max_seq_len", "max_batch_size", "max_num_tokens"):
         _check_whole(name, getattr(asked, name), least=1)
-    for name in ("max_draft_tokens", "max_adapters", "max_adapter_rank", "max_encoder_tokens", "encoder_cache_bytes"):
+    for name in (
+        "max_draft_tokens",
+        "lookahead_steps",
+        "max_adapters",
+        "max_adapter_rank",
+        "max_encoder_tokens",
+        "encoder_cache_bytes",
+    ):
         _check_whole(name, getattr(asked, name), least=0)
     seq_len = _seq_len(config, asked.max_seq_len, fitted_seq_len)
     longest = asked.max_seq_len.or_else(config.max_position_embeddings)
-    batch, tokens = _batch_and_tokens(asked, seq_len=longest, on_host=device_kind == "host")
+    step_tokens = 1 + _num_drafts(asked, has_draft=has_draft)
+    batch, tokens = _batch_and_tokens(asked, seq_len=longest, on_host=device_kind == "host", step_tokens=step_tokens)
     settings = replace(asked, max_seq_len=seq_len, max_batch_size=batch, max_num_tokens=tokens)
     num_rows, num_tokens = batch.or_else(1), tokens.or_else(1)
+    drafts = _num_drafts(asked, has_draft=has_draft)
     limits = Limits(
         max_seq_len=seq_len.or_else(1),
         max_batch_size=num_rows,
         max_num_tokens=num_tokens,
-        max_logits_rows=min(num_rows, num_tokens),
+        max_logits_rows=min(num_rows * (1 + drafts), num_tokens),
         max_logprobs=MAX_LOGPROBS,
         penalties=PENALTY_TABLES not in disabled_claims,
         graph_batch_sizes=graph_sizes(graphs or Setting(), max_batch_size=num_rows, on_host=device_kind == "host"),
@@ -81,7 +90,8 @@ def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_dr
             )
     adapters = asked.max_adapters.or_else(0)
     return {
-        "max_draft_tokens": asked.max_draft_tokens.or_else(DEFAULT_DRAFT_TOKENS if has_draft else 0),
+        "max_draft_tokens": _num_drafts(asked, has_draft=has_draft),
+        "lookahead_steps": asked.lookahead_steps.or_else(0),
         "max_adapters": adapters,
         "max_adapter_rank": asked.max_adapter_rank.or_else(DEFAULT_ADAPTER_RANK) if adapters else 0,
         "max_encoder_tokens": asked.max_encoder_tokens.or_else(num_tokens if has_encoder else 0),
@@ -106,14 +116,21 @@ def _seq_len(config: ModelConfig, asked: Setting[int], fitted: int | None) -> Se
     return asked
 
 
-def _batch_and_tokens(asked: LimitKnobs, *, seq_len: int, on_host: bool) -> tuple[Setting[int], Setting[int]]:
+def _num_drafts(asked: LimitKnobs, *, has_draft: bool) -> int:
+    return asked.max_draft_tokens.or_else(DEFAULT_DRAFT_TOKENS if has_draft else 0)
+
+
+def _batch_and_tokens(
+    asked: LimitKnobs, *, seq_len: int, on_host: bool, step_tokens: int
+) -> tuple[Setting[int], Setting[int]]:
+    """``step_tokens`` of every running sequence are computed in a decode step: its next one, and its drafts."""
     batch, tokens = asked.max_batch_size, asked.max_num_tokens
     where = "host device" if on_host else None
     if batch.value is None:
         usual = HOST_MAX_BATCH_SIZE if on_host else DEFAULT_MAX_BATCH_SIZE
-        rows = min(usual, tokens.or_else(usual))
+        rows = max(1, min(usual, tokens.or_else(usual * step_tokens) // step_tokens))
         batch = Setting(rows, None, Origin.DEFAULT, where if rows == usual else "max_num_tokens")
-    rows = batch.or_else(1)
+    rows = batch.or_else(1) * step_tokens
     if tokens.value is None:
         usual = HOST_MAX_NUM_TOKENS if on_host else DEFAULT_MAX_NUM_TOKENS
         default = max(rows, min(usual, rows * seq_len))
@@ -123,8 +140,12 @@ def _batch_and_tokens(asked: LimitKnobs, *, seq_len: int, on_host: bool) -> tupl
         raise InvalidSetting(
             "max_num_tokens",
             tokens.value,
-            f"below max_batch_size = {rows}, and every running sequence decodes a token in each step",
-            remedy=f"raise max_num_tokens to {rows} or lower max_batch_size to {tokens.value}",
+            f"below max_batch_size = {batch.or_else(1)}"
+            + (f" x {step_tokens} tokens" if step_tokens > 1 else "")
+            + ", and every running sequence decodes "
+            + ("a token" if step_tokens == 1 else "its drafts too")
+            + " in each step",
+            remedy=f"raise max_num_tokens to {rows} or lower max_batch_size to {max(1, tokens.value // step_tokens)}",
         )
     return batch, tokens
 

@@ -42,8 +42,9 @@ def _graphs(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtyp
     sizes = limits.graph_batch_sizes
     if not sizes:
         return None
+    rows = sizes[-1] * (1 + limits.max_draft_tokens)
     return graph_bytes(
-        config, device_kind=card.kind, max_batch_size=sizes[-1], num_graphs=len(sizes), dtype=dtype, rank=rank
+        config, device_kind=card.kind, max_batch_size=rows, num_graphs=len(sizes), dtype=dtype, rank=rank
     )
 
 
