@@ -114,3 +114,8 @@ def _check_sign(value: Fraction, text: object, *, knob: str, allow_zero: bool, r
         raise InvalidSetting(knob, text, "negative", remedy=remedy)
     if value == 0 and not allow_zero:
         raise InvalidSetting(knob, text, "zero", remedy=remedy)
+
+
+def decimal_text(value: Fraction) -> str:
+    """A fraction of millionths as people write it: ``0.0245``, never ``2.45e-05``."""
+    return f"{float(value):.6f}".rstrip("0").rstrip(".")

@@ -368,7 +368,7 @@ class TestRefusals:
     def test_a_small_share_is_told_as_a_share(self):
         """10 blocks of 100 bytes of the 86,800 that are left: 0.0115..., rounded up to what one can type."""
         error = self.refused(knobs=knobs(kv_fraction=Fraction(1, 10**9)))
-        assert "Need: a kv_fraction of at least 0.012: 1000 B (1,000 bytes) for 10 blocks." in str(error)
+        assert "Need: a kv_fraction of at least 0.011521: 1000 B (1,000 bytes) for 10 blocks." in str(error)
         assert "iB" not in error.need
         assert (error.need_bytes, error.have_bytes) == (1000, 0)
         check(plan(inputs(page_bytes=1, knobs=knobs(kv_fraction=Fraction(12, 1000)))))

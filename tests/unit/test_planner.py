@@ -252,10 +252,14 @@ def test_pipeline_stages_without_a_head_do_not_sample():
 
 def tried(remedy: str, config: ModelConfig, memory: int, asked: Knobs, shape: LimitKnobs) -> MemoryPlan:
     """Do what the remedy says, from its words alone, and plan."""
-    dtype = None
+    dtype, rank = None, Rank()
+    if spread := re.search(r"spread it over tp (\d+)", remedy):
+        rank = Rank(size=int(spread[1]), tp=int(spread[1]))
     for name, text in re.findall(r"(?:lower|raise|set) (\w+) to (\S+)", remedy):
         if name == "dtype":
             dtype = text
+        elif name == "kv_dtype":
+            asked = replace(asked, kv_dtype=Setting.flag(text, text, "--kv-dtype"))
         elif name == "kv_fraction":
             asked = replace(asked, kv_fraction=Setting.flag(Fraction(text), text, "--kv-fraction"))
         elif name.startswith("max_"):
@@ -269,7 +273,11 @@ def tried(remedy: str, config: ModelConfig, memory: int, asked: Knobs, shape: Li
         asked = replace(asked, total_bytes=Setting())
     if "leave kv_fraction out" in remedy:
         asked = replace(asked, kv_fraction=Setting())
-    return plan_without_device(config, card=generic_card(memory), knobs=asked, limit_knobs=shape, dtype=dtype)
+    for name in re.findall(r"leave (kv_bytes|kv_tokens) out", remedy):
+        asked = replace(asked, **{name: Setting()})
+    return plan_without_device(
+        config, card=generic_card(memory), knobs=asked, limit_knobs=shape, dtype=dtype, rank=rank
+    )
 
 
 REFUSED = [
@@ -328,7 +336,7 @@ def test_a_cap_below_the_weights_says_weights():
 def test_a_tiny_share_is_told_as_a_share():
     with pytest.raises(DoesNotFit) as caught:
         plan_without_device(LLAMA_8B, card=generic_card(80 * GiB), knobs=knobs(kv_fraction=Fraction(1, 10**9)))
-    assert "Need: a kv_fraction of at least 0.001: 2 MiB (2,097,152 bytes) for 1 block." in str(caught.value)
+    assert "Need: a kv_fraction of at least 0.000032: 2 MiB (2,097,152 bytes) for 1 block." in str(caught.value)
     assert "TiB" not in str(caught.value)
     assert any(remedy.startswith("raise kv_fraction to 0.0") for remedy in caught.value.remedies)
 

@@ -14,8 +14,8 @@ class PlanInputs:
     """``limit_knobs`` says where each limit came from; it does not change numbers.
 
     page_bytes       arenas (weights, scratch, KV) are committed in whole pages of this size
-    ranks_tokens     what the smallest rank's pool holds, ranks_attended what it can attend to in a step; None: the only
-                     rank, or the others are not known yet
+    ranks_tokens     what the smallest rank's pool holds; None: the only rank, or the others are not known yet.
+                     ranks_sequences: how many of full length; ranks_attended: what it can attend to in a step
     """
 
     device_name: str
@@ -31,4 +31,5 @@ class PlanInputs:
     fingerprint: str = ""
     warnings: tuple[str, ...] = ()
     ranks_tokens: int | None = None
+    ranks_sequences: int | None = None
     ranks_attended: int | None = None

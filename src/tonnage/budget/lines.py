@@ -52,7 +52,9 @@ def _left_over(solved: Solved) -> list[Line]:
     affordable = price.blocks_within(budget.pool)
     rounding = budget.pool - price.total_bytes(affordable)
     leaves = {"total_bytes": budget.room - budget.cap, "kv_fraction": budget.rest - budget.pool}
-    if num_blocks < affordable:
+    if not price.grows:
+        rounding, leaves["limits"] = 0, rounding
+    elif num_blocks < affordable:
         leaves[solved.binding.name] = price.total_bytes(affordable) - price.total_bytes(num_blocks)
     block = f"less than one block of {format_bytes(price.block_bytes)} in whole pages"
     lines = [_exact("part of a block", LineKind.ROUNDING, rounding, Source.DERIVED, block)]

@@ -34,7 +34,7 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
         kv=_pool(solved),
         host=HostPlan(kv_bytes=knobs.host_kv_bytes.or_else(0)),
         attended_cap=_attended_cap(solved),
-        max_concurrency=solved.num_blocks // solved.sequence_blocks,
+        max_concurrency=solved.num_sequences,
         knobs=knobs,
         limits=limits,
         limit_knobs=inputs.limit_knobs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import NoReturn
 
 from tonnage.budget.charges import Charges
@@ -12,7 +13,7 @@ from tonnage.budget.words import counted
 from tonnage.config import Limits
 from tonnage.errors import DoesNotFit
 from tonnage.terms import Cap, LineKind
-from tonnage.units import ceil_div, format_bytes
+from tonnage.units import ceil_div, decimal_text, format_bytes
 
 
 def refuse_beside_pool(
@@ -64,12 +65,12 @@ def refuse_pool(
 def _raise_for_fraction(what: str, budget: Budget, price: PoolPrice, sequence_blocks: int) -> NoReturn:
     """There is enough; only the share is too small. More memory would be an absurd thing to ask for."""
     need = price.total_bytes(sequence_blocks)
-    least = ceil_div(1000 * need, budget.rest) / 1000
+    least = decimal_text(Fraction(ceil_div(10**6 * need, budget.rest), 10**6))
     raise DoesNotFit(
         what,
         need_bytes=need,
         have_bytes=budget.pool,
-        need=f"a kv_fraction of at least {least:g}: {format_bytes(need)} ({need:,} bytes) for "
+        need=f"a kv_fraction of at least {least}: {format_bytes(need)} ({need:,} bytes) for "
         f"{counted(sequence_blocks, 'block')}",
         have=f"{format_bytes(budget.pool)} ({budget.pool:,} bytes) of the {format_bytes(budget.rest)} it is a share of",
     )

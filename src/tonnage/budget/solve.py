@@ -41,6 +41,12 @@ class Solved:
         return tokens if smallest is None else min(tokens, smallest)
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences of full length that the pool holds, on every rank."""
+        sequences, smallest = self.num_blocks // self.sequence_blocks, self.inputs.ranks_sequences
+        return sequences if smallest is None else min(sequences, smallest)
+
+    @property
     def binding(self) -> Cap:
         """The cap that the number of blocks comes from."""
         return next(cap for cap in self.caps if cap.binding)
@@ -65,7 +71,7 @@ def solve(inputs: PlanInputs) -> Solved:
     sequence_blocks = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
     if budget.rest < 0:
         refuse_beside_pool(inputs.model_name, budget, charged, price, sequence_blocks, limits=limits)
-    caps, num_blocks = _caps(budget, price, inputs=inputs)
+    caps, num_blocks = _caps(budget, price, inputs=inputs, sequence_blocks=sequence_blocks)
     if num_blocks < sequence_blocks:
         refuse_pool(inputs.model_name, budget, charged, price, sequence_blocks, caps=caps, limits=limits)
     return Solved(
@@ -99,7 +105,7 @@ def _budget(inputs: PlanInputs, *, fixed: int) -> Budget:
     )
 
 
-def _caps(budget: Budget, price: PoolPrice, *, inputs: PlanInputs) -> tuple[tuple[Cap, ...], int]:
+def _caps(budget: Budget, price: PoolPrice, *, inputs: PlanInputs, sequence_blocks: int) -> tuple[tuple[Cap, ...], int]:
     """Every limit on the pool in KV bytes of whole blocks, the smallest marked, and its number of blocks.
 
     Where several are equally small the first of the order below binds.
@@ -119,9 +125,11 @@ def _caps(budget: Budget, price: PoolPrice, *, inputs: PlanInputs) -> tuple[tupl
         used = f"max_batch_size {limits.max_batch_size:,} x max_seq_len {limits.max_seq_len:,}"
         found.append(("limits", price.most_units, used))
     if inputs.ranks_tokens is not None:
-        # Rounded up: the ranks' units differ, and every one of them has room for all these tokens.
-        found.append(("ranks", ceil_div(inputs.ranks_tokens, price.block_tokens), "the smallest rank"))
-    binding = min(range(len(found)), key=lambda i: found[i][1])
+        # Rounded up: the ranks' units differ, and every one of them has room for all these tokens and sequences.
+        tokens = ceil_div(inputs.ranks_tokens, price.block_tokens)
+        found.append(("ranks", max(tokens, (inputs.ranks_sequences or 0) * sequence_blocks), "the smallest rank"))
+    # What does not grow with the tokens is limited by nothing but the limits, whatever the budget would pay for.
+    binding = min(range(len(found)), key=lambda i: (found[i][1], not price.grows and found[i][0] != "limits"))
     caps = tuple(
         Cap(
             name=name,

@@ -49,6 +49,9 @@ def derivation(solved: Solved) -> tuple[Step, ...]:
 def _unit_steps(pool: int, solved: Solved) -> list[Step]:
     """Bytes to whole blocks, counted in tokens; then the cap that allows fewer."""
     price = solved.price
+    if not price.grows:
+        reason = "nothing grows with the tokens, so it is as many as the limits ask for"
+        return [Step(name="limits", op="tokens for", reason=reason, before=pool, operand=0, after=solved.tokens)]
     affordable = price.blocks_within(pool) * price.block_tokens
     first = price.block_bytes * (price.num_slabs(1) - price.fixed_slabs)
     growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Unpack
 
 from tonnage.budget.reference.knobs import ReferenceKnobs
@@ -22,7 +23,7 @@ from tonnage.planner.knobs import check_knobs, refuse_planned_only
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.policy import refuse_own_money
 from tonnage.planner.question import Question, answer, listed_claims
-from tonnage.planner.ranks import plan_stages, questions_for
+from tonnage.planner.ranks import all_plan, plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
 from tonnage.planner.weights import checkpoint_of
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
@@ -51,7 +52,12 @@ def plan_without_device(config: ModelConfig, **asked: Unpack[Asked]) -> MemoryPl
 def plan_ranks(config: ModelConfig, **asked: Unpack[Asked]) -> tuple[MemoryPlan, ...]:
     """One plan for each pipeline stage of the engine that ``rank`` belongs to, all with the tokens of the smallest;
     its index is not looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
-    return plan_stages(questions_for(config, **asked), _answer)
+    questions = questions_for(config, **asked)
+    try:
+        return plan_stages(questions)
+    except DoesNotFit as refusal:
+        error = with_remedies(questions[0], refusal, works=partial(all_plan, questions))
+    raise error
 
 
 def plan_measured(

@@ -73,4 +73,5 @@ def question_for(
         weights=weights_of(config, dtype=element, rank=rank, checkpoint=checkpoint, drafts=drafts, draft=draft),
         reference=reference,
         draft=draft,
+        checkpoint=checkpoint,
     )

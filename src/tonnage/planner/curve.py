@@ -39,7 +39,8 @@ def curve_without_device(config: ModelConfig, **asked: Unpack[Asked]) -> Curve:
 def inputs_of(question: Question, made: MemoryPlan) -> PlanInputs:
     """What the arithmetic saw when it answered ``question`` with ``made``, its max_seq_len fitted where it was open."""
     setting = made.limit_knobs.max_seq_len
-    inputs = inputs_at(question, setting.value if setting.origin is Origin.FIT else None)
+    was_open = not question.limit_knobs.max_seq_len.is_set
+    inputs = inputs_at(question, setting.value if was_open and setting.origin is Origin.FIT else None)
     assert plan(inputs) == made, "the inputs of a plan do not give that plan again"
     return inputs
 

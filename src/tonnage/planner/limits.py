@@ -79,7 +79,11 @@ def resolve_limits(
 
 
 def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_draft: bool) -> dict[str, Any]:
-    """What requests may ask for beyond plain text. An encoder that nobody mentions may run in any step."""
+    """What requests may ask for beyond plain text.
+
+    An encoder that nobody mentions may run in any step. Where cross attention keeps what it gives, that is at most
+    what it gives one sequence; beside the text its tokens are tokens of the step.
+    """
     has_encoder = bool(config.towers) or any(
         isinstance(mixer, Attention) and mixer.is_cross for layer in config.layers for mixer in layer.mixers
     )
@@ -89,12 +93,13 @@ def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_dr
                 name, getattr(asked, name).value, f"{config.name} has no encoder", remedy=f"leave {name} out"
             )
     adapters = asked.max_adapters.or_else(0)
+    encoder_tokens = num_tokens if config.encoder_tokens is None else config.encoder_tokens
     return {
         "max_draft_tokens": _num_drafts(asked, has_draft=has_draft),
         "lookahead_steps": asked.lookahead_steps.or_else(0),
         "max_adapters": adapters,
         "max_adapter_rank": asked.max_adapter_rank.or_else(DEFAULT_ADAPTER_RANK) if adapters else 0,
-        "max_encoder_tokens": asked.max_encoder_tokens.or_else(num_tokens if has_encoder else 0),
+        "max_encoder_tokens": asked.max_encoder_tokens.or_else(encoder_tokens if has_encoder else 0),
         "encoder_cache_bytes": asked.encoder_cache_bytes.or_else(DEFAULT_ENCODER_CACHE_BYTES if has_encoder else 0),
         "prompt_logprobs": asked.prompt_logprobs.or_else(False),
     }
@@ -137,17 +142,19 @@ def _batch_and_tokens(
         reason = "max_batch_size" if default > usual else "max_batch_size x max_seq_len"
         tokens = Setting(default, None, Origin.DEFAULT, where if default == usual else reason)
     elif tokens.value < rows:
-        raise InvalidSetting(
-            "max_num_tokens",
-            tokens.value,
-            f"below max_batch_size = {batch.or_else(1)}"
-            + (f" x {step_tokens} tokens" if step_tokens > 1 else "")
-            + ", and every running sequence decodes "
-            + ("a token" if step_tokens == 1 else "its drafts too")
-            + " in each step",
-            remedy=f"raise max_num_tokens to {rows} or lower max_batch_size to {max(1, tokens.value // step_tokens)}",
-        )
+        raise _too_few_tokens(tokens.value, batch.or_else(1), step_tokens)
     return batch, tokens
+
+
+def _too_few_tokens(num_tokens: int, num_rows: int, step_tokens: int) -> InvalidSetting:
+    decoded = "a token" if step_tokens == 1 else f"{step_tokens} tokens, drafts included,"
+    return InvalidSetting(
+        "max_num_tokens",
+        num_tokens,
+        f"below max_batch_size = {num_rows}, and every running sequence decodes {decoded} in each step",
+        remedy=f"raise max_num_tokens to {num_rows * step_tokens} or lower max_batch_size to "
+        f"{max(1, num_tokens // step_tokens)}",
+    )
 
 
 def _check_whole(name: str, setting: Setting[int], *, least: int) -> None:

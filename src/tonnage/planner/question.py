@@ -12,6 +12,7 @@ from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.search import largest
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
+from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import kv_layout
 from tonnage.errors import DoesNotFit
@@ -47,9 +48,11 @@ class Question:
     extra_claims: tuple[Claim, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
     ranks_tokens: int | None = None
+    ranks_sequences: int | None = None
     ranks_attended: int | None = None
     reference: ReferenceKnobs | None = None
     draft: ModelConfig | None = None
+    checkpoint: Checkpoint | None = None
 
     @property
     def block_tokens(self) -> int:
@@ -153,6 +156,7 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
         fingerprint=fingerprint(question, limits),
         warnings=_warnings(question, limits, fitted),
         ranks_tokens=question.ranks_tokens,
+        ranks_sequences=question.ranks_sequences,
         ranks_attended=question.ranks_attended,
     )
 

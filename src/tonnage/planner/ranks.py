@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Unpack
 
 from tonnage.costs.config import ModelConfig
-from tonnage.errors import DoesNotFit
+from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.asked import Asked, on_rank, question_for
-from tonnage.planner.question import Question
+from tonnage.planner.question import Question, answer
+from tonnage.planner.weights import weights_for
 from tonnage.terms import MemoryPlan, Rank
 
 
@@ -23,7 +24,9 @@ def questions_for(config: ModelConfig, **asked: Unpack[Asked]) -> list[Question]
     return [question_for(config, **on_rank(asked, rank)) for rank in distinct_ranks(asked.get("rank") or Rank())]
 
 
-def plan_stages(questions: Sequence[Question], answer: Callable[[Question], MemoryPlan]) -> tuple[MemoryPlan, ...]:
+def plan_stages(
+    questions: Sequence[Question], answer: Callable[[Question], MemoryPlan] = answer
+) -> tuple[MemoryPlan, ...]:
     """Plans for the stages' ``questions``, all with the tokens and the attended tokens of the smallest.
 
     Ranks differ in bytes a token, and in what they hold beside the pool; a schedule that all can follow counts the
@@ -42,12 +45,33 @@ def plan_stages(questions: Sequence[Question], answer: Callable[[Question], Memo
                 each,
                 limit_knobs=replace(each.limit_knobs, max_seq_len=shortest),
                 ranks_tokens=tokens,
+                ranks_sequences=min(made.max_concurrency for made in alone),
                 ranks_attended=attended,
             ),
             answer,
         )
         for each in questions
     )
+
+
+def all_plan(questions: Sequence[Question], changed: Question) -> bool:
+    """Whether every stage has a plan, and one with all the others, once it is changed as one of them was."""
+    try:
+        plan_stages([_changed(each, changed) for each in questions], answer)
+    except UserError:
+        return False
+    return True
+
+
+def _changed(question: Question, like: Question) -> Question:
+    """The stage with the other's money, limits, device, dtype and number of ranks."""
+    rank = replace(like.rank, index=question.rank.index)
+    changed = replace(
+        question, knobs=like.knobs, limit_knobs=like.limit_knobs, card=like.card, dtype=like.dtype, rank=rank
+    )
+    if (changed.dtype, rank) == (question.dtype, question.rank):
+        return changed
+    return replace(changed, weights=weights_for(changed, rank))
 
 
 def _answered(question: Question, answer: Callable[[Question], MemoryPlan]) -> MemoryPlan:

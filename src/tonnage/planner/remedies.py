@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 from tonnage.budget.search import largest, smallest
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Origin, Setting
-from tonnage.costs.weights import weights_layout
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.host_tier import NOT_YET, host_tier
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.question import Question, answer
-from tonnage.units import MiB, TiB, ceil_div, format_bytes
+from tonnage.planner.weights import weights_for
+from tonnage.units import MiB, TiB, ceil_div, decimal_text, format_bytes
 
 #: Where max_seq_len was left open, a remedy must make room for sequences of this many tokens: fewer are of no use.
 USEFUL_TOKENS = 4096
@@ -41,11 +42,16 @@ class Aim:
 Finder = Callable[[Aim], str | None]
 
 
-def with_remedies(question: Question, refusal: DoesNotFit) -> DoesNotFit:
-    """The same refusal with the changes that work, most specific first."""
+def with_remedies(
+    question: Question, refusal: DoesNotFit, *, works: Callable[[Question], bool] | None = None
+) -> DoesNotFit:
+    """The same refusal with the changes that work, most specific first.
+
+    ``works`` says whether a changed question does; by default, whether it has a plan of its own.
+    """
     aimed = _aimed(question)
     finders = _REMEDIES if question.limit_knobs.max_seq_len.is_set else _REMEDIES[1:]
-    found = found_by(finders, Aim(aimed, plans))
+    found = found_by(finders, Aim(aimed, works or plans))
     if found and not question.limit_knobs.max_seq_len.is_set:
         found[-1] += f" (room for sequences of {aimed.limit_knobs.max_seq_len.value:,} tokens)"
     return DoesNotFit(
@@ -165,13 +171,59 @@ def _host_tier(aim: Aim) -> str | None:
     return f"lower max_batch_size to {rows} and set host_kv_bytes to {size} ({tier.told()}; {NOT_YET})"
 
 
+def _smaller_encoder(aim: Aim) -> str | None:
+    """What an encoder leaves for every sequence may be the largest part of all."""
+    now = 0 if aim.question.measured is not None else _in_force(aim.question).max_encoder_tokens
+    found = largest(lambda n: aim.with_limit("max_encoder_tokens", n), low=1, high=now - 1)
+    return None if found is None else f"lower max_encoder_tokens to {found}"
+
+
+def _bounded_attended(aim: Aim) -> str | None:
+    """Where the worst case of growing scratch is set aside whole, it may be a smaller one."""
+    knobs, limits = aim.question.knobs, _in_force(aim.question)
+    if knobs.scratch.value != "reserve":
+        return None
+    worst = limits.max_batch_size * limits.max_seq_len
+    high = knobs.attended_tokens.or_else(worst) - 1
+    found = largest(lambda n: aim.with_knob("attended_tokens", n), low=limits.max_seq_len, high=high)
+    return None if found is None else f"set attended_tokens to {found}"
+
+
+def _narrower_cache(aim: Aim) -> str | None:
+    """A cache of half the bytes, where only a plan is asked for: the engine keeps it in the dtype of the weights."""
+    question = aim.question
+    if question.measured is not None or not question.card.sm or question.knobs.kv_dtype.is_set:
+        return None
+    narrow = Setting("float8_e4m3fn", "fp8", Origin.FIT, None)
+    works = aim.works(replace(question, knobs=replace(question.knobs, kv_dtype=narrow)))
+    return "set kv_dtype to fp8" if works else None
+
+
+def _more_ranks(aim: Aim) -> str | None:
+    """Twice the tensor-parallel ranks, or four times, or eight times; each with a share of weights and cache."""
+    question = aim.question
+    if question.measured is not None or not question.card.sm or question.rank.pp > 1:
+        return None
+    for times in (2, 4, 8):
+        tp = question.rank.tp * times
+        rank = replace(question.rank, tp=tp, size=question.rank.size * times)
+        try:
+            spread = replace(question, rank=rank, weights=weights_for(question, rank))
+            if aim.works(spread):
+                return f"spread it over tp {tp}"
+        except UserError:
+            continue  # its heads do not divide by so many
+    return None
+
+
 def narrower(aim: Aim) -> str | None:
     """Half the bytes for weights and cache; a cache narrower than the weights needs a backend that converts."""
     question = aim.question
     if question.measured is not None or question.dtype != "float32" or question.knobs.kv_dtype.is_set:
         return None
-    weights = weights_layout(question.config, dtype="bfloat16", rank=question.rank).quantity()
-    return "set dtype to bfloat16" if aim.works(replace(question, dtype="bfloat16", weights=weights)) else None
+    narrow = replace(question, dtype="bfloat16")
+    works = aim.works(replace(narrow, weights=weights_for(narrow, question.rank)))
+    return "set dtype to bfloat16" if works else None
 
 
 def _raised(name: str, unit: int) -> Finder:
@@ -189,7 +241,7 @@ def _raised(name: str, unit: int) -> Finder:
 
 
 def _larger_fraction(aim: Aim) -> str | None:
-    """The smallest share that works, in thousandths; where none of them does, all of it."""
+    """The smallest share that works, in millionths; where none of them does, all of it."""
     question = aim.question
     now = question.knobs.kv_fraction.value
     if now is None:
@@ -198,12 +250,12 @@ def _larger_fraction(aim: Aim) -> str | None:
     def with_share(share: Setting[Fraction]) -> bool:
         return aim.works(replace(question, knobs=replace(question.knobs, kv_fraction=share)))
 
-    def enough(thousandths: int) -> bool:
-        return with_share(Setting(Fraction(thousandths, 1000), None, Origin.FIT, None))
+    def enough(millionths: int) -> bool:
+        return with_share(Setting(Fraction(millionths, 10**6), None, Origin.FIT, None))
 
-    found = smallest(enough, low=int(now * 1000) + 1, high=999)
+    found = smallest(enough, low=int(now * 10**6) + 1, high=10**6 - 1)
     if found is not None:
-        return f"raise kv_fraction to {found / 1000:g}"
+        return f"raise kv_fraction to {decimal_text(Fraction(found, 10**6))}"
     return "leave kv_fraction out (all of it)" if with_share(Setting()) else None
 
 
@@ -222,9 +274,8 @@ def _more_memory(aim: Aim) -> str | None:
 
 def _more_memory_and_no_cap(aim: Aim) -> str | None:
     """For where neither more memory nor a higher cap is enough alone."""
-    for names in (("total_bytes",), ("kv_fraction",), ("total_bytes", "kv_fraction")):
-        if not all(getattr(aim.question.knobs, name).is_set for name in names):
-            continue
+    given = [name for name in _CAPS if getattr(aim.question.knobs, name).is_set]
+    for names in (names for count in range(1, len(given) + 1) for names in combinations(given, count)):
         changed: dict[str, Any] = {name: Setting() for name in names}
         free = replace(aim.question, knobs=replace(aim.question.knobs, **changed))
         left_out = ", ".join(f"leave {name} out" for name in names)
@@ -253,6 +304,7 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes // MiB}MiB" if "." in text else text.replace(" ", "")
 
 
+_CAPS = ("total_bytes", "kv_fraction", "kv_bytes", "kv_tokens")
 #: More money, by one cap or another.
 MONEY: tuple[Finder, ...] = (
     _raised("kv_bytes", MiB),
@@ -267,6 +319,11 @@ _REMEDIES: tuple[Finder, ...] = (
     smaller_num_tokens,
     _smaller_batch,
     _host_tier,
+    _smaller_encoder,
+    _bounded_attended,
     narrower,
-    *MONEY,
+    _narrower_cache,
+    *MONEY[:-1],
+    _more_ranks,
+    MONEY[-1],
 )

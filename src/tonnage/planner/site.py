@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Unpack
 
 from tonnage.budget.fit import Values
@@ -13,7 +14,7 @@ from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.asked import Asked
 from tonnage.planner.dimensions import with_values
 from tonnage.planner.question import Question, answer
-from tonnage.planner.ranks import plan_stages, questions_for
+from tonnage.planner.ranks import all_plan, plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
 from tonnage.terms import MemoryPlan
 
@@ -80,7 +81,7 @@ class Site:
             try:
                 answer(stage)
             except DoesNotFit as refused:
-                return with_remedies(stage, refused)
+                return with_remedies(stage, refused, works=partial(all_plan, self.stages))
         return None
 
 

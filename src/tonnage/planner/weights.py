@@ -11,6 +11,7 @@ from tonnage.costs.price import weights_price
 from tonnage.costs.ranks import rank_shape
 from tonnage.costs.weights import weights_layout
 from tonnage.planner.drafts import draft_rank
+from tonnage.planner.question import Question
 from tonnage.terms import Quantity, Rank
 
 
@@ -50,6 +51,18 @@ def weights_of(
         high=target.high + beside.high,
         source=target.source,
         ref=f"{target.ref}; {draft.name}: {beside.ref}",
+    )
+
+
+def weights_for(question: Question, rank: Rank) -> Quantity:
+    """The question's weights on another rank, or in another dtype than it had."""
+    return weights_of(
+        question.config,
+        dtype=question.dtype,
+        rank=rank,
+        checkpoint=question.checkpoint,
+        drafts=bool(question.limit_knobs.max_draft_tokens.value),
+        draft=question.draft,
     )
 
 
