@@ -91,7 +91,7 @@ CARDS: tuple[Card, ...] = (
     ),
     Card(
         name="A100-80GB", kind="cuda", sm=80, num_sms=108, bandwidth=2_039 * 10**9,
-        total=_gib("79.15", "79.10", "79.33"), aliases=("A100", "A100 SXM4 80GB", "A100 80GB PCIe"),
+        total=_gib("79.15", "79.10", "79.33"), aliases=("A100 SXM4 80GB", "A100 80GB PCIe"),
         note="bandwidth of the SXM form",
     ),
     Card(
@@ -116,6 +116,10 @@ CARDS: tuple[Card, ...] = (
         total=_gib("31.36", "31.30", "31.85"), aliases=("5090", "RTX5090-32GB"), note="a display takes some more",
     ),
     Card(
+        name="RTX PRO 6000", kind="cuda", sm=120, num_sms=188, bandwidth=1_792 * 10**9,
+        total=_gib("95.60", "95.00", "95.70"), aliases=("RTX PRO 6000 Blackwell", "RTX PRO 6000 96GB"),
+    ),
+    Card(
         name="RTX 4090", kind="cuda", sm=89, num_sms=128, bandwidth=1_008 * 10**9,
         total=_gib("23.55", "23.50", "23.67"), aliases=("4090", "RTX4090-24GB"), note="a display takes some more",
     ),
@@ -134,21 +138,53 @@ CARDS: tuple[Card, ...] = (
 )  # fmt: skip
 
 
+#: Names that cards of several sizes go by; a plan for the wrong one would be off by half a device.
+AMBIGUOUS = {"a100": ("A100-40GB", "A100-80GB")}
+#: Cards of which no start-up log at hand says what the driver reports; plain spelling -> how it is written.
+WITHOUT_TOTAL = {
+    "b200": "B200", "gh200": "GH200", "rtxa6000": "RTX A6000", "a6000": "RTX A6000", "rtx6000ada": "RTX 6000 Ada",
+    "6000ada": "RTX 6000 Ada", "l40": "L40", "a30": "A30",
+}  # fmt: skip
+#: The first compute capability (times ten) with arithmetic in bfloat16.
+BFLOAT16_SM = 80
+#: How alike a name must be to be suggested: one slip of the finger in a short name, and not another maker's card.
+ALIKE = 0.7
+
+
 def find_card(name: str) -> Card:
     """A card by name or alias; case and punctuation do not matter. Raises ``InvalidSetting`` naming close ones."""
     spellings = {_plain(known): card for card in CARDS for known in (card.name, *card.aliases)}
     wanted = _plain(name)
     if wanted in spellings:
         return spellings[wanted]
+    if wanted in AMBIGUOUS:
+        sizes = " or ".join(AMBIGUOUS[wanted])
+        raise InvalidSetting("device", name, "there are several sizes of this card", remedy=f"write {sizes}")
+    if wanted in WITHOUT_TOTAL:
+        raise InvalidSetting(
+            "device", name,
+            f"a {WITHOUT_TOTAL[wanted]} is not in the catalogue, for no log at hand says what its driver reports",
+            remedy="give the total that nvidia-smi or a start-up log shows, such as --memory 45GiB",
+        )  # fmt: skip
     import difflib  # only a misspelt name needs it
 
-    near = difflib.get_close_matches(wanted, spellings, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(wanted, spellings, n=3, cutoff=ALIKE)
     close = ", ".join(dict.fromkeys(spellings[known].name for known in near))
     raise InvalidSetting(
         "device",
         name,
         "not in the catalogue" + (f"; close: {close}" if close else ""),
         remedy=f"use one of {', '.join(card.name for card in CARDS)}, or give the size with --memory 80GiB",
+    )
+
+
+def dtype_warning(card: Card, dtype: str) -> str:
+    """A sentence where the card cannot compute in that dtype; empty where it can, or nobody knows."""
+    if dtype != "bfloat16" or not 0 < card.sm < BFLOAT16_SM:
+        return ""
+    return (
+        f"{card.name} has no arithmetic in bfloat16: engines refuse it there or compute in float32; --dtype float16 "
+        "plans for what it can do"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tonnage.errors import InvalidSetting
-from tonnage.hardware import CARDS, card_for, find_card, generic_card, host_card
+from tonnage.hardware import CARDS, WITHOUT_TOTAL, card_for, dtype_warning, find_card, generic_card, host_card
 from tonnage.terms import Source
 from tonnage.units import GiB, MiB
 
@@ -78,3 +78,37 @@ def test_a_device_has_a_size(make, size):
 def test_neither_name_nor_size():
     with pytest.raises(InvalidSetting, match="--device NAME or --memory"):
         card_for(None, None)
+
+
+@pytest.mark.parametrize("name", ["MI300X", "MI355X", "Gaudi3", "M4 Max", "TPU v5"])
+def test_a_card_of_another_maker_has_nothing_close(name):
+    with pytest.raises(InvalidSetting, match="not in the catalogue") as caught:
+        find_card(name)
+    assert "close" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["A100", "NVIDIA A100", "a-100"])
+def test_a_name_of_two_sizes_is_not_guessed(name):
+    with pytest.raises(InvalidSetting, match=r"several sizes.*A100-40GB or A100-80GB"):
+        find_card(name)
+
+
+@pytest.mark.parametrize("name", ["B200", "GH200", "A6000", "RTX A6000", "RTX 6000 Ada", "L40", "NVIDIA A30"])
+def test_cards_without_a_sourced_total_say_what_to_do(name):
+    with pytest.raises(InvalidSetting, match=r"no log at hand says.*--memory") as caught:
+        find_card(name)
+    assert "close" not in str(caught.value)
+    known = {spelling for card in CARDS for spelling in (card.name, *card.aliases)}
+    assert not known & set(WITHOUT_TOTAL.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "warned"),
+    [
+        ("V100", "bfloat16", True), ("T4", "bfloat16", True), ("V100", "float16", False),
+        ("A100-40GB", "bfloat16", False), ("RTX 5090", "bfloat16", False),
+    ],
+)  # fmt: skip
+def test_cards_that_have_no_bfloat16(name, dtype, warned):
+    assert bool(dtype_warning(find_card(name), dtype)) == warned
+    assert not dtype_warning(generic_card(GiB), dtype)

@@ -164,10 +164,30 @@ def test_static_fractions_give_the_pools_that_sglang_logged(
 
 
 def test_a_static_fraction_below_the_weights_says_the_least() -> None:
-    with pytest.raises(InvalidSetting, match=r"weights alone take 513.*use more than 0\.01") as refused:
+    with pytest.raises(InvalidSetting, match=r"weights alone take 513.*use at least (0\.\d{4})") as refused:
         translate(["sglang:mem_fraction_static=0.005"], plan_with=on_h100)
     assert refused.value.knob == "--like sglang:mem_fraction_static"
-    assert translate(["sglang:mem_fraction_static=0.01"], plan_with=on_h100).knobs.kv_bytes.value
+    share = str(refused.value).split("use at least ")[1].rstrip(".")
+    made = translate([f"sglang:mem_fraction_static={share}"], plan_with=on_h100)
+    assert on_h100(made.knobs, made.limit_knobs).max_concurrency >= 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "instead"),
+    [
+        ("vllm:tensor_parallel_size=4", "use --tp 4"),
+        ("vllm:pipeline-parallel-size=2", "use --pp 2"),
+        ("sglang:tp_size=8", "use --tp 8"),
+        ("sglang:tp=8", "use --tp 8"),
+        ("sglang:pp_size=2", "use --pp 2"),
+        ("trtllm:tensor_parallel_size", "use --tp N"),
+        ("trtllm:pp_size=2", "use --pp 2"),
+    ],
+)
+def test_numbers_of_ranks_have_flags_of_ours(typed: str, instead: str) -> None:
+    with pytest.raises(UserError) as refused:
+        translate([typed], plan_with=on_h100)
+    assert refused.value.remedy == instead
 
 
 def test_what_is_kept_free_in_our_own_words_stays() -> None:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tonnage.peers.engines import ENGINES, Engine
     from tonnage.peers.equivalent import Equivalent, equivalents
+    from tonnage.peers.padding import vllm_padded_bytes_per_token
     from tonnage.peers.table import KNOBS, Match, PeerKnob, help_text
     from tonnage.peers.translation import Translated, parse_like, translate
 
 _ROOMS = {
     "engines": ("ENGINES", "Engine"),
     "equivalent": ("Equivalent", "equivalents"),
+    "padding": ("vllm_padded_bytes_per_token",),
     "table": ("KNOBS", "Match", "PeerKnob", "help_text"),
     "translation": ("Translated", "parse_like", "translate"),
 }
@@ -33,6 +35,7 @@ __all__ = [
     "help_text",
     "parse_like",
     "translate",
+    "vllm_padded_bytes_per_token",
 ]
 
 

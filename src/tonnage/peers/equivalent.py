@@ -5,7 +5,8 @@ one is needed beside it, so that the size decides); ``fraction`` says it by the 
 to ``DIGITS`` digits so that it never asks for more than the plan gives.
 
 Translated back, beside the knobs of ours that have no word there, ``exact`` gives the plan's pool to within one block,
-and ``fraction`` a pool that is no larger, and smaller by no more than one block and a unit of the last printed digit.
+and ``fraction`` a pool that is no larger, and smaller by no more than one block, whole pages and a unit of the last
+printed digit. Where so much less would no longer hold one sequence, there is no ``fraction``, and a note says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tonnage.config import DEFAULT_BLOCK_TOKENS
+from tonnage.hardware import CUDA_PAGE_BYTES
 from tonnage.layout import KVGroupKind
 from tonnage.peers.engines import SGLANG, TRTLLM, VLLM, Engine
 from tonnage.peers.facts import PlanFacts
@@ -22,6 +24,10 @@ from tonnage.units import ceil_div
 #: Digits of a printed fraction: 0.0001 of an 80 GiB device are 8 MiB.
 DIGITS = 4
 ONE = 10**DIGITS
+#: What whole pages may round away, of the pool and of scratch that grows with it.
+PAGES_BYTES = 2 * CUDA_PAGE_BYTES
+#: Why a plan has no share that could be printed alone.
+NO_SHARE = "no share alone: the pool holds hardly more than it must, and a share cut to so few digits may hold less"
 
 #: Our names of the cache's element types in theirs; what is missing can only be had through weights of that type.
 _FP8 = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
@@ -65,7 +71,7 @@ def equivalents(plan: MemoryPlan) -> tuple[Equivalent, ...]:
 def _vllm(plan: MemoryPlan, facts: PlanFacts) -> Equivalent:
     limits = plan.limits
     dtype, notes = _dtype(plan, VLLM)
-    down = _share(facts.taken - facts.outside, facts.device)
+    down, why = _alone(plan, facts, _share(facts.taken - facts.outside, facts.device), facts.device)
     return Equivalent(
         engine=VLLM,
         limits=(
@@ -78,14 +84,14 @@ def _vllm(plan: MemoryPlan, facts: PlanFacts) -> Equivalent:
         ),
         exact=(("kv_cache_memory_bytes", str(plan.kv.bytes)),) if plan.kv.bytes else (),
         fraction=(("gpu_memory_utilization", down),) if down else (),
-        notes=(*notes, *_several_kinds(plan, VLLM)),
+        notes=(*notes, *why, *_several_kinds(plan, VLLM)),
     )
 
 
 def _sglang(plan: MemoryPlan, facts: PlanFacts) -> Equivalent:
     limits = plan.limits
     dtype, notes = _dtype(plan, SGLANG)
-    down = _share(facts.weights + facts.kv, facts.before)
+    down, why = _alone(plan, facts, _share(facts.weights + facts.kv, facts.before), facts.before)
     up = _share(facts.weights + facts.kv, facts.before, up=True)
     return Equivalent(
         engine=SGLANG,
@@ -99,14 +105,15 @@ def _sglang(plan: MemoryPlan, facts: PlanFacts) -> Equivalent:
         ),
         exact=(("mem_fraction_static", up), ("max_total_tokens", str(plan.kv.tokens))) if up and plan.kv.tokens else (),
         fraction=(("mem_fraction_static", down),) if down else (),
-        notes=(*notes, *_several_kinds(plan, SGLANG)),
+        notes=(*notes, *why, *_several_kinds(plan, SGLANG)),
     )
 
 
 def _trtllm(plan: MemoryPlan, facts: PlanFacts) -> Equivalent:
     limits, block = plan.limits, _block_tokens(plan)
     dtype, notes = _dtype(plan, TRTLLM)
-    down, up = _share(facts.pool, facts.rest), _share(facts.pool, facts.rest, up=True)
+    down, why = _alone(plan, facts, _share(facts.pool, facts.rest), facts.rest)
+    up = _share(facts.pool, facts.rest, up=True)
     size = (("max_tokens", str(plan.kv.tokens)), ("max_gpu_total_bytes", str(plan.kv.bytes)))
     if block & (block - 1) or block == 1:
         notes = (*notes, f"tokens_per_block must be a power of two above 1, and this plan has {block}")
@@ -122,7 +129,7 @@ def _trtllm(plan: MemoryPlan, facts: PlanFacts) -> Equivalent:
         ),
         exact=(("free_gpu_memory_fraction", up), *size) if up and plan.kv.tokens and plan.kv.bytes else (),
         fraction=(("free_gpu_memory_fraction", down),) if down else (),
-        notes=(*notes, *_several_kinds(plan, TRTLLM)),
+        notes=(*notes, *why, *_several_kinds(plan, TRTLLM)),
     )
 
 
@@ -134,6 +141,15 @@ def _share(part: int, whole: int, *, up: bool = False) -> str:
     if units == 0:
         return ""
     return f"{units // ONE}.{units % ONE:0{DIGITS}d}"
+
+
+def _alone(plan: MemoryPlan, facts: PlanFacts, share: str, whole: int) -> tuple[str, tuple[str, ...]]:
+    """The share of ``whole``, unless typed back it may give less than the smallest pool there can be; and why not."""
+    if not facts.kv:
+        return "", ()
+    blocks = plan.kv.layout.slab_bytes * len(plan.kv.layout.groups)
+    lost = whole // ONE + 1 + blocks + PAGES_BYTES
+    return (share, ()) if share and facts.kv - lost >= facts.least else ("", (NO_SHARE,))
 
 
 def _block_tokens(plan: MemoryPlan) -> int:

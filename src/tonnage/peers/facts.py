@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tonnage.budget.pool import GroupPrice
 from tonnage.terms import LineKind, MemoryPlan
 
 #: The line of what is left over because blocks are whole. It is free memory to another engine.
@@ -21,6 +22,7 @@ class PlanFacts:
     before     free memory at that first look, before weights: device - other processes - outside
     weights    of the target, and of a draft where there is one
     kv         the pool
+    least      the smallest pool there can be: one sequence of full length, and all states
     taken      everything that this engine takes, ``outside`` included
     pool       the pool with what grows with it: rounding to pages, bookkeeping of blocks, growing scratch
     rest       what would be left for ``pool`` if nothing were kept free: device - other processes - every line that
@@ -32,6 +34,7 @@ class PlanFacts:
     before: int
     weights: int
     kv: int
+    least: int
     taken: int
     pool: int
     rest: int
@@ -50,10 +53,17 @@ class PlanFacts:
             before=plan.device_bytes - foreign - outside,
             weights=plan.bytes_of(LineKind.WEIGHTS),
             kv=plan.kv.bytes,
+            least=_least(plan),
             taken=plan.device_bytes - foreign - unused,
             pool=rest - unused,
             rest=rest,
         )
+
+
+def _least(plan: MemoryPlan) -> int:
+    layout = plan.kv.layout
+    prices = (GroupPrice.of(group, limits=plan.limits, cp=plan.rank.cp) for group in layout.groups)
+    return layout.slab_bytes * sum(price.blocks_of_sequences(1) for price in prices)
 
 
 def _budget(plan: MemoryPlan, *, part: int) -> int:

@@ -37,6 +37,7 @@ class PeerKnob:
     ours      our knob that gets the value; empty where there is none
     differs   one sentence, without the names of the knobs: what is not the same; empty for an exact match
     read      from the text to our value, None where the text leaves our knob alone
+    instead   our flag, which takes the same value, where that is no knob; empty: there is none
     takes_all the pool is to be this large whatever is kept free, so keep_free_bytes becomes 0 unless it is asked for
     """
 
@@ -49,10 +50,15 @@ class PeerKnob:
     by: By = By.VALUE
     takes_all: bool = False
     aliases: tuple[str, ...] = ()
+    instead: str = ""
 
     @property
     def full_name(self) -> str:
         return f"{self.engine.name}:{self.name}"
+
+
+#: Why a number of ranks is no knob of the budget.
+RANKS = "it splits the model and not the money of one rank"
 
 
 def _vllm() -> tuple[PeerKnob, ...]:
@@ -87,7 +93,8 @@ def _vllm() -> tuple[PeerKnob, ...]:
         row("kv_offloading_size", "host_kv_bytes",
             "vLLM gives it to all ranks together; here it is for one", read=read.gibibytes),
         row("cpu_offload_gb", differs="weights stay on the device here"),
-        row("tensor_parallel_size", differs="it splits the model and not the money of one rank"),
+        row("tensor_parallel_size", differs=RANKS, instead="--tp"),
+        row("pipeline_parallel_size", differs=RANKS, instead="--pp"),
     )  # fmt: skip
 
 
@@ -117,7 +124,8 @@ def _sglang() -> tuple[PeerKnob, ...]:
             read=_decimal_gigabytes),
         row("swa_full_tokens_ratio", differs="window layers get what their windows need here, not a share"),
         row("mamba_full_memory_ratio", differs="recurrent states get what max_batch_size needs here, not a share"),
-        row("tp_size", differs="it splits the model and not the money of one rank", aliases=("tp",)),
+        row("tp_size", differs=RANKS, instead="--tp", aliases=("tp", "tensor_parallel_size")),
+        row("pp_size", differs=RANKS, instead="--pp", aliases=("pp", "pipeline_parallel_size")),
     )  # fmt: skip
 
 
@@ -150,6 +158,8 @@ def _trtllm() -> tuple[PeerKnob, ...]:
         row("max_attention_window", differs="windows are those of the model here"),
         row("cross_kv_cache_fraction", differs="cross attention gets what max_batch_size needs here, not a share"),
         row("fp8_context_mla_kv_len_cap", differs="attended_tokens is ours, in tokens of a step, not of a sequence"),
+        row("tensor_parallel_size", differs=RANKS, instead="--tp", aliases=("tp_size",)),
+        row("pipeline_parallel_size", differs=RANKS, instead="--pp", aliases=("pp_size",)),
     )  # fmt: skip
 
 
@@ -166,7 +176,7 @@ KNOBS: tuple[PeerKnob, ...] = (*_vllm(), *_sglang(), *_trtllm())
 
 
 def find_knob(engine: Engine, name: str, *, typed: str) -> PeerKnob:
-    """The knob called ``name``, with dashes or underscores. Raises ``UserError`` with the closest name and the list."""
+    """The knob called ``name`` in what was ``typed``, with dashes or underscores. Raises ``UserError`` with the closest name and the list."""
     plain = name.strip().lower().lstrip("-").replace("-", "_").rsplit(".", 1)[-1]
     known = {s: knob for knob in KNOBS if knob.engine is engine for s in (knob.name, *knob.aliases)}
     if plain not in known:
@@ -178,9 +188,16 @@ def find_knob(engine: Engine, name: str, *, typed: str) -> PeerKnob:
     if knob.match is Match.NONE:
         raise UserError(
             f"--like {typed}: {knob.name} of {engine.title} has no counterpart: {knob.differs}",
-            remedy="leave it out",
+            remedy=_instead(knob, typed),
         )
     return knob
+
+
+def _instead(knob: PeerKnob, typed: str) -> str:
+    if not knob.instead:
+        return "leave it out"
+    value = typed.partition("=")[2].strip() or "N"
+    return f"use {knob.instead} {value}"
 
 
 def help_text() -> str:

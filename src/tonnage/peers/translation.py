@@ -10,6 +10,7 @@ from typing import TypeAlias
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Origin, Setting
 from tonnage.errors import InvalidSetting, UserError
 from tonnage.peers.engines import VLLM, find_engine
+from tonnage.peers.equivalent import DIGITS, ONE
 from tonnage.peers.facts import PlanFacts
 from tonnage.peers.table import By, Match, PeerKnob, find_knob
 from tonnage.terms import MemoryPlan
@@ -160,13 +161,13 @@ def _put_static(asked: Asked, share: Fraction, made: Translated, facts: PlanFact
     both = facts.before * share.numerator // share.denominator
     pool = both - facts.weights
     if pool <= 0:
-        least = ceil_div(facts.weights * 100, max(facts.before, 1)) if facts.before > 0 else 100
+        least = ceil_div((facts.weights + facts.least) * ONE, facts.before) if facts.before > 0 else ONE
         raise InvalidSetting(
             f"--like {asked.knob.full_name}",
             asked.text,
             f"it comes to {format_bytes(both)} for weights and pool, and weights alone take "
             f"{format_bytes(facts.weights)}",
-            remedy=f"use more than 0.{least:02d}" if least < 100 else "use a larger device",
+            remedy=f"use at least 0.{least:0{DIGITS}d}" if least < ONE else "use a larger device",
         )
     told = f"{format_bytes(pool)} ({format_bytes(both)} - {format_bytes(facts.weights)} of weights)"
     return _put(asked, pool, told, made)

@@ -46,6 +46,7 @@ GEN3, GEN4, GEN5 = _pcie(3, 8), _pcie(4, 16), _pcie(5, 32)
 #: By name in the catalogue, from the cards' data sheets. A board may give a card fewer lanes than it has.
 LINKS: dict[str, Link] = {
     "H200": GEN5, "H100-80GB": GEN5, "H100-NVL": GEN5, "H20-96GB": GEN5, "RTX 5090": GEN5,
+    "RTX PRO 6000": GEN5,
     "A100-80GB": GEN4, "A100-40GB": GEN4, "L40S": GEN4, "L4": GEN4, "A10": GEN4, "RTX 4090": GEN4, "RTX 3090": GEN4,
     "V100-32GB": GEN3, "T4": GEN3,
 }  # fmt: skip
