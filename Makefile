@@ -27,9 +27,13 @@ demo: $(READY)
 	$(BIN)/tonnage run $(DEMO_MODEL) --input $(DEMO_INPUT) --output $(DEMO_OUT)/demo.jsonl \
 		--run-file $(DEMO_OUT)/demo-run.json --force --memory $(DEMO_MEMORY) $(DEMO_FLAGS)
 
-# Two files at a time, each worker with one thread: torch's threads would fight for the cores.
+# Two files at a time, each worker with one thread: torch's threads would fight for the cores. The unit tests run where
+# torch and numpy cannot be imported.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
+	TONNAGE_TESTS_CORE_ONLY=1 $(PYTEST) tests/unit
+	$(PYTEST) --ignore=tests/unit
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu

@@ -1,4 +1,4 @@
-"""Tests here run in every process, and once more in one where torch and numpy cannot be imported (test_imports.py)."""
+"""Tests here need neither torch nor numpy; ``make test`` runs them where neither can be imported."""
 
 from __future__ import annotations
 
