@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import tonnage.reserves
 from tonnage.budget.reference import charges as reference
 from tonnage.config import Limits
+from tonnage.costs.activations import encoder_output_bytes
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention, Dense, Experts, Latent, Layer, Recurrent, Tower
 from tonnage.layout import penalty_table_bytes
@@ -21,7 +22,7 @@ from tonnage.reserves import COUNTED, RESERVES, Declared, ReserveInputs, reserve
 from tonnage.reserves.adapters import adapted_features, adapter_bytes, between_bytes
 from tonnage.reserves.context import attended_worst_tokens
 from tonnage.reserves.drafts import draft_probability_bytes
-from tonnage.reserves.encoder import encoder_output_bytes, encoder_reserve_bytes
+from tonnage.reserves.encoder import encoder_reserve_bytes
 from tonnage.reserves.fragmentation import fragmentation
 from tonnage.reserves.indexer import indexer_logits_bytes
 from tonnage.reserves.penalties import EXTRA_PENALTY_TABLES, penalty_bytes
@@ -378,7 +379,7 @@ def test_encoder(changes, expected):
 
 def test_encoder_claims():
     found = by_name(SEES)
-    assert size(found["encoder output"]) == encoder_output_bytes(1024, 4096, "bfloat16") == 8 * MiB
+    assert size(found["encoder output"]) == encoder_output_bytes(SEES, num_tokens=1024) == 8 * MiB
     assert size(found["encoder cache"]) == 128 * MiB
     assert found["encoder output"].stage is None  # it lies beside every stage
     probed = by_name(SEES, profiled_output_bytes=3 * MiB)["encoder output"]

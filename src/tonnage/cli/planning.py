@@ -209,15 +209,16 @@ class Planning:
         """Raises ``InvalidSetting`` for a text that cannot be read, and whatever the model's files raise."""
         from tonnage.planner import checkpoint_of, find_config
 
-        rank = ranks.rank()
+        rank, reference = ranks.rank(), policy.knobs()
         return cls(
             config=find_config(model),
             checkpoint=checkpoint_of(model),
             rank=rank,
             stage=ranks.shown_stage(rank.pp),
             dtype=pool.weights_dtype(),
-            backend=features.backend,
-            reference=policy.knobs(),
+            # The reference's arithmetic is about its own backend, unless another was asked for.
+            backend="trtllm" if reference is not None and features.attention is None else features.backend,
+            reference=reference,
             draft=None if features.draft is None else find_config(features.draft),
         )
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any, get_type_hints
 
-from tonnage.budget.reference.environment import Environment
+from tonnage.budget.reference.environment import VARIABLES, Environment
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.errors import InvalidSetting
 from tonnage.units import parse_bytes, parse_count, parse_fraction
@@ -30,6 +30,10 @@ def reference_knobs(texts: Iterable[str]) -> ReferenceKnobs:
         if not is_assigned or not value:
             raise InvalidSetting(FLAG, text, "not a knob and its value", remedy="write KNOB=VALUE")
         if name.isupper():
+            if name not in VARIABLES:
+                raise InvalidSetting(
+                    FLAG, name, "the reference reads no such variable", remedy=f"use one of {', '.join(VARIABLES)}"
+                )
             variables[name] = value
             continue
         name = name.replace("-", "_").lower()

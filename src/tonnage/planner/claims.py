@@ -11,6 +11,7 @@ from tonnage.costs.dtypes import parse_dtype
 from tonnage.declarations import attention_shapes, declare_for, find_backend, sparse_algorithm
 from tonnage.declarations.trtllm_mla import LatentContext
 from tonnage.errors import InvalidSetting
+from tonnage.layout import KVLayout
 from tonnage.reserves import COUNTED, Declared, ReserveInputs, reserve_claims
 from tonnage.reserves.tables import step_input_bytes
 from tonnage.terms import Chip, Claim, Rank, Scratch
@@ -30,12 +31,16 @@ def claims_for(
     device_kind: str = "cuda",
     chip: Chip | None = None,
     counted: frozenset[str] = COUNTED,
+    layout: KVLayout | None = None,
+    beam_width: int = 1,
 ) -> tuple[Claim, ...]:
     """What ``RESERVES`` claim for one rank, those that do not apply included.
 
     ``dtype`` of weights and compute defaults to the model's, ``kv_dtype`` to ``dtype``. ``device_kind`` is "cuda" or
     "host"; on a host the pool's bookkeeping lies on the device too. ``chip`` tells how attention expands a cached
     past; without one it is taken to expand all of it. ``counted`` reserves are held by the plan's quantities already.
+    ``layout`` tells how many page tables there are; without one, a single table of ``block_tokens``. ``beam_width``
+    sequences may share a seat.
     Raises ``InvalidSetting`` for an unknown backend or dtype.
     """
     rank, dtype = rank or Rank(), dtype or config.dtype
@@ -58,6 +63,8 @@ def claims_for(
             scratch=scratch,
             algorithm=sparse_algorithm(config),
             counted=counted,
+            layout=layout,
+            beam_width=beam_width,
         )
     )
 

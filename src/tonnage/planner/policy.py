@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.plan import plan
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.reference.plan import reference_plan
-from tonnage.config import Knobs
+from tonnage.config import Knobs, LimitKnobs, Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.declarations import attention_shapes
 from tonnage.declarations.trtllm_mla import reference_chunk_bounded
 from tonnage.errors import InvalidSetting
-from tonnage.terms import MemoryPlan
+from tonnage.terms import MemoryPlan, Rank
 
 #: Our knobs about money: the reference has its own, so a set value would have no effect.
 _OURS = ("total_bytes", "keep_free_bytes", "kv_bytes", "kv_tokens", "kv_fraction", "block_tokens", "kv_dtype")
@@ -37,3 +40,58 @@ def refuse_own_money(knobs: Knobs) -> None:
                 "the reference policy has knobs of its own",
                 remedy=f"leave {name} out, or use the knob of the reference that is nearest",
             )
+
+
+def limits_by(reference: ReferenceKnobs | None, limits: Limits, *, asked: LimitKnobs, rank: Rank) -> Limits:
+    """The limits as the reference's knobs have them; as they are under our own policy.
+
+    A step prepared while one runs takes a token more of every sequence, and with one pipeline stage every seat twice.
+    Its own reuse, chunks and encoder are followed too. Raises ``InvalidSetting`` where a limit of ours and a knob of
+    the reference say the same thing twice, and for an encoder that the model does not have.
+    """
+    if reference is None:
+        return limits
+    if asked.lookahead_steps.is_set:
+        raise InvalidSetting(
+            "lookahead_steps",
+            asked.lookahead_steps.text or asked.lookahead_steps.value,
+            "the reference policy has knobs of its own",
+            remedy="leave it out; has_seat_headroom and is_overlapped decide",
+        )
+    is_ahead = reference.has_seat_headroom and reference.is_overlapped and rank.pp == 1
+    return replace(
+        limits,
+        lookahead_steps=int(is_ahead),
+        chunked_prefill=reference.enable_chunked_prefill,
+        prefix_caching=reference.enable_block_reuse,
+        **_encoder_limits(reference, limits, asked),
+    )
+
+
+def refuse_engine_beams(reference: ReferenceKnobs | None) -> None:
+    """Raise ``InvalidSetting`` for more than one beam where our engine runs: it has none."""
+    if reference is not None and reference.max_beam_width > 1:
+        raise InvalidSetting(
+            "max_beam_width",
+            reference.max_beam_width,
+            "this engine continues a request in one way only",
+            remedy="leave it out, or plan without a device",
+        )
+
+
+#: Knob of the reference -> the limit that it sets.
+_ENCODER_LIMITS = {"encoder_cache_max_bytes": "encoder_cache_bytes", "encoder_max_num_tokens": "max_encoder_tokens"}
+
+
+def _encoder_limits(reference: ReferenceKnobs, limits: Limits, asked: LimitKnobs) -> dict[str, Any]:
+    usual, found = ReferenceKnobs(), {}
+    has_encoder = bool(limits.max_encoder_tokens or limits.encoder_cache_bytes)
+    for knob, limit in _ENCODER_LIMITS.items():
+        value, is_default = getattr(reference, knob), getattr(reference, knob) == getattr(usual, knob)
+        if not is_default and getattr(asked, limit).is_set:
+            raise InvalidSetting(knob, value, f"{limit} says the same and is set too", remedy=f"leave {limit} out")
+        if not is_default and not has_encoder:
+            raise InvalidSetting(knob, value, "the model has no encoder", remedy=f"leave {knob} out")
+        if value is not None and has_encoder and not getattr(asked, limit).is_set:
+            found[limit] = value
+    return found

@@ -17,11 +17,12 @@ from tonnage.costs.config import ModelConfig
 from tonnage.costs.kv import kv_layout
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
+from tonnage.layout import KVLayout
 from tonnage.planner.claims import claims_for, without
 from tonnage.planner.drafts import draft_warnings, with_draft_layers
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import resolve_limits
-from tonnage.planner.policy import answered, refuse_own_money
+from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money
 from tonnage.planner.predict import predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
@@ -133,6 +134,9 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
         graphs=knobs.graphs,
         has_draft=question.draft is not None,
     )
+    limits = limits_by(question.reference, limits, asked=question.limit_knobs, rank=question.rank)
+    if question.measured is not None:
+        refuse_engine_beams(question.reference)
     layout = kv_layout(
         with_draft_layers(config, question.draft),
         kv_dtype=question.kv_dtype,
@@ -141,7 +145,7 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
         rank=question.rank,
         with_mtp=limits.max_draft_tokens > 0,
     )
-    claims = (*listed_claims(question, limits), *question.extra_claims)
+    claims = (*listed_claims(question, limits, layout), *question.extra_claims)
     return PlanInputs(
         device_name=card.name,
         model_name=config.name,
@@ -161,8 +165,12 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
     )
 
 
-def listed_claims(question: Question, limits: Limits) -> tuple[Claim, ...]:
-    """What ``claims_for`` knows of this question at ``limits``; claims of others come beside these."""
+def listed_claims(question: Question, limits: Limits, layout: KVLayout | None = None) -> tuple[Claim, ...]:
+    """What ``claims_for`` knows of this question at ``limits``; claims of others come beside these.
+
+    Without the ``layout`` there is one page table, and a sequence in a seat: what our engine has.
+    """
+    reference = None if layout is None else question.reference
     return claims_for(
         question.config,
         limits,
@@ -173,6 +181,8 @@ def listed_claims(question: Question, limits: Limits) -> tuple[Claim, ...]:
         rank=question.rank,
         device_kind=question.card.kind,
         chip=question.card.chip,
+        layout=layout,
+        beam_width=1 if reference is None else reference.max_beam_width,
     )
 
 

@@ -9,6 +9,7 @@ from tonnage.config import DEFAULT_BLOCK_TOKENS, Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention
 from tonnage.costs.ranks import RankShape, rank_shape
+from tonnage.layout import KVLayout
 from tonnage.terms import Chip, Claim, Lifetime, Rank, ReferenceSide, Scratch
 
 #: Reserves whose bytes a measurement, or the closed form in its place, already holds. They are listed and cost nothing.
@@ -43,6 +44,8 @@ class ReserveInputs:
     chip             None: no card in mind
     scratch          what ``backend`` declares for the kinds of layers of this rank; ``reads`` what it does with pages
     algorithm        how sparse attention picks tokens, "none" where it reads them all
+    layout           of the cache; None: one group of pages of ``block_tokens`` tokens
+    beam_width       sequences that one request may branch into
     profiled_output_bytes  what the encoder's output took in the probes that were run
     counted          reserves that the plan's measured or predicted quantities hold already
     """
@@ -59,6 +62,8 @@ class ReserveInputs:
     reads: str = ""
     scratch: tuple[Declared, ...] = ()
     algorithm: str = "none"
+    layout: KVLayout | None = None
+    beam_width: int = 1
     profiled_output_bytes: int = 0
     counted: frozenset[str] = COUNTED
 

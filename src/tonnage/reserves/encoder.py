@@ -1,23 +1,21 @@
 """Encoder output and cache: what an image or a sound becomes before the text model reads it.
 
-Trigger: the model has an encoder and requests may use it. Formula: the output of max_encoder_tokens tokens, less what
-a probe's own output already holds, and the cache of finished outputs at its full size. Lifetime: the output lives
-until its prefill has read it, beside any stage of a step; the cache fills under traffic. Reason: a probe's picture is
-smaller than the largest, and its cache is empty. The reference adds both to the measured peak.
+Trigger: the model has an encoder and requests may use it. Formula: the output of max_encoder_tokens tokens (a vector of
+the text model's width for each, one more for every level that is fed into deeper layers; where the encoder merges some,
+fewer), less what a probe's own output already holds, and the cache of finished outputs at its full size. Models whose
+layers attend to an encoder keep its output the same way until each layer has made keys and values of it: those lie in
+the pool, as many for each sequence as one encoder gives. Lifetime: the output lives until its prefill has read it,
+beside any stage of a step; the cache fills under traffic. Reason: a probe's picture is smaller than the largest, and its
+cache is empty. The reference adds both to the measured peak.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tonnage.layout import DTYPE_BYTES
+from tonnage.costs.activations import encoder_output_bytes
 from tonnage.reserves.base import Reserve, ReserveInputs, only_if
 from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, ReferenceSide, Source
-
-
-def encoder_output_bytes(num_tokens: int, hidden_size: int, dtype: str) -> int:
-    """An embedding of the text model's width for each token the encoder computes; where it merges some, fewer."""
-    return num_tokens * hidden_size * DTYPE_BYTES[dtype]
 
 
 def encoder_reserve_bytes(
@@ -29,7 +27,7 @@ def encoder_reserve_bytes(
 
 def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
     limits = inputs.limits
-    budget = encoder_output_bytes(limits.max_encoder_tokens, inputs.config.hidden_size, inputs.dtype)
+    budget = encoder_output_bytes(inputs.config, num_tokens=limits.max_encoder_tokens, dtype=inputs.dtype)
     beyond = encoder_reserve_bytes(output_budget_bytes=budget, profiled_output_bytes=inputs.profiled_output_bytes)
     output = _claim(
         "encoder output",
@@ -70,7 +68,7 @@ def _claim(name: str, line: LineKind, lifetime: Lifetime, size: int, reason: str
         lifetime=lifetime,
         maker=Maker.TORCH,
         source=Source.DERIVED,
-        ref="max_encoder_tokens * hidden * bytes of an element" if lifetime == Lifetime.STEP else "encoder_cache_bytes",
+        ref="max_encoder_tokens * width * element" if lifetime == Lifetime.STEP else "encoder_cache_bytes",
         reference_side=ReferenceSide.PEAK,
         can_disable=True,
         reason=reason,

@@ -23,31 +23,25 @@ def penalty_bytes(num_seats: int, vocab_size: int, *, beam_width: int = 1) -> in
 
 
 def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
-    if not inputs.held.has_head:
-        return ()  # only the last pipeline stage samples
-    vocab, limits = inputs.config.vocab_size, inputs.limits
+    vocab, limits, beams = inputs.config.vocab_size, inputs.limits, inputs.beam_width
     base = _claim(
         PENALTY_TABLES,
-        penalty_bytes(limits.max_batch_size, vocab),
+        penalty_bytes(limits.max_batch_size, vocab, beam_width=beams),
         None,  # the reference leaves the base seats to the part of the device that its fraction does not touch
         "token counts of every running sequence, made by the first request with penalties; without it that request "
         "would find no memory; switched off, requests with penalties are refused",
     )
     extra = _claim(
         EXTRA_PENALTY_TABLES,
-        penalty_bytes(inputs.num_extra_seats, vocab),
+        penalty_bytes(inputs.num_extra_seats, vocab, beam_width=beams),
         ReferenceSide.PEAK,
         "token counts of seats that sequences keep while the step after their last is in flight; without it the table "
         "would grow under traffic, on a full device; switched off, a sequence with penalties waits for its seat",
     )
-    return (
-        only_if(base, limits.penalties, "requests may not have penalties"),
-        only_if(
-            only_if(extra, limits.penalties, "requests may not have penalties"),
-            inputs.num_extra_seats,
-            "no step is launched before the one ahead of it has ended",
-        ),
-    )
+    extra = only_if(extra, inputs.num_extra_seats, "no step is launched before the one ahead of it has ended")
+    asked = (only_if(claim, limits.penalties, "requests may not have penalties") for claim in (base, extra))
+    # Every stage lists them, so that one name switches them off on all.
+    return tuple(only_if(claim, inputs.held.has_head, "only the last stage samples") for claim in asked)
 
 
 def _claim(name: str, size: int, side: ReferenceSide | None, reason: str) -> Claim:
@@ -59,7 +53,7 @@ def _claim(name: str, size: int, side: ReferenceSide | None, reason: str) -> Cla
         lifetime=Lifetime.LAZY,
         maker=Maker.DRIVER,
         source=Source.DERIVED,
-        ref="seats * vocabulary * 5",
+        ref="seats * vocabulary * (4 * beams + 1)",
         reference_side=side,
         can_disable=True,
         reason=reason,

@@ -1,17 +1,20 @@
 """Page tables and static inputs: who has which block, and what a step is told.
 
 Trigger: always (step inputs: not on a host; the pool's books: only there). Formula: int32 for every block of every
-running sequence; three int64 for every token and three for every row of a step; two int32 for every block. Lifetime:
-resident, at fixed addresses. Reason: they grow with the limits, and captured steps read them where they are. The
-reference makes its own before its probe, so they are in its measured peak and have no side here.
+running sequence, in a table for each group of layers (a state has none: it is one block, found by its seat; under
+context parallelism a rank lists its own blocks); three int64 for every token and three for every row of a step; two
+int32 for every block. Lifetime: resident, at fixed addresses. Reason: they grow with the limits, and captured steps
+read them where they are. The reference makes its own before its probe, so they are in its measured peak and have no
+side here.
 """
 
 from __future__ import annotations
 
 from tonnage.config import Limits
-from tonnage.layout import DTYPE_BYTES, metadata_bytes_per_block, table_bytes
+from tonnage.layout import DTYPE_BYTES, KVGroup, KVGroupKind, metadata_bytes_per_block, table_bytes
 from tonnage.reserves.base import Reserve, ReserveInputs, only_if
 from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, PerBlock, Source
+from tonnage.units import ceil_div
 
 
 def step_input_bytes(limits: Limits) -> int:
@@ -19,14 +22,36 @@ def step_input_bytes(limits: Limits) -> int:
     return (3 * limits.max_num_tokens + 3 * (limits.max_batch_size + 1)) * DTYPE_BYTES["int64"]
 
 
+def page_table_bytes(inputs: ReserveInputs) -> int:
+    """All page tables of one rank: one for each group of layers, as wide as its longest sequence has blocks."""
+    if inputs.layout is None:
+        return _one_table(inputs, inputs.block_tokens)
+    return sum(_group_table(inputs, group) for group in inputs.layout.groups if group.kind is not KVGroupKind.STATE)
+
+
+def _group_table(inputs: ReserveInputs, group: KVGroup) -> int:
+    """Windows have a full row too: entries of blocks that were given back stay in place, empty."""
+    if group.kind is KVGroupKind.CROSS:
+        encoder = inputs.limits.max_encoder_tokens
+        return table_bytes(
+            max_batch_size=inputs.limits.max_batch_size, max_seq_len=encoder, block_tokens=group.block_tokens
+        )
+    return _one_table(inputs, group.block_tokens)
+
+
+def _one_table(inputs: ReserveInputs, block_tokens: int) -> int:
+    limits = inputs.limits
+    return table_bytes(
+        max_batch_size=limits.max_batch_size,
+        # Of a sequence's blocks every cp-th lies on this rank.
+        max_seq_len=ceil_div(limits.max_seq_len + limits.extra_tokens, inputs.rank.cp),
+        block_tokens=block_tokens,
+    )
+
+
 def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
     limits, on_host = inputs.limits, inputs.on_host
-    table = table_bytes(
-        max_batch_size=limits.max_batch_size,
-        max_seq_len=limits.max_seq_len,
-        block_tokens=inputs.block_tokens,
-        extra_tokens=limits.extra_tokens,
-    )
+    table = page_table_bytes(inputs)
     pages = _claim(
         "page table",
         Fixed(bytes=table),
@@ -44,7 +69,7 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
         "free stack and reference count of each block; they grow with the pool, so the pool pays for them",
     )
     return (
-        pages,
+        only_if(pages, table, "no layer keeps its past in pages"),
         only_if(steps, not on_host, "made anew in each step, part of the transient"),
         only_if(books, on_host, "kept in host memory"),
     )
@@ -67,7 +92,7 @@ def _claim(name: str, cost: Fixed | PerBlock, reason: str) -> Claim:
 RESERVE = Reserve(
     name="tables",
     trigger="always",
-    formula="4 * max_batch_size * blocks per sequence; 24 * (max_num_tokens + max_batch_size + 1); 8 a block",
+    formula="4 * max_batch_size * blocks of one, by group; 24 * (max_num_tokens + max_batch_size + 1); 8 a block",
     lifetime=Lifetime.RESIDENT,
     reference_side=None,
     claims=claims,

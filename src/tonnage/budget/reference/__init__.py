@@ -1,6 +1,6 @@
 """The reference policy: how TensorRT-LLM derives the size of its KV pool, restated as pure functions with names.
 
-    knobs, environment   what can be set, with the reference's defaults and rules
+    knobs, environment, followed   what can be set, with the reference's defaults and rules
     manager, estimation  which of its two managers runs, and whether anything is probed
     probe, measure       the prompts of the probe, its temporary pool, and the peak that is read
     derive               peak, reserves, fraction, deductions, caps: the order of the derivation

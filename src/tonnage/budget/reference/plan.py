@@ -15,7 +15,9 @@ from typing import NoReturn
 from tonnage.budget.charges import not_charged
 from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.reference.estimation import Method
+from tonnage.budget.reference.followed import refuse_unfollowed
 from tonnage.budget.reference.knobs import ReferenceKnobs
+from tonnage.budget.reference.manager import chosen_manager
 from tonnage.budget.reference.mla import cap_warning
 from tonnage.budget.reference.pages import agreed_cap
 from tonnage.budget.reference.partition import Pool, partition
@@ -37,12 +39,18 @@ def reference_plan(
     backend           its attention backend; VANILLA is never probed
     is_chunk_bounded  its answer to whether chunked prefill bounds the scratch of latent attention
     Raises ``DoesNotFit`` for a negative budget and where not one sequence of max_seq_len fits, where the reference
-    would go on or lower max_seq_len; ``InvalidSetting`` for knobs it refuses.
+    would go on or lower max_seq_len; ``InvalidSetting`` for knobs that it refuses, or that no plan follows.
     """
+    refuse_unfollowed(knobs)
+    chosen = chosen_manager(knobs.manager, beam_width=knobs.max_beam_width)
+    knobs = replace(knobs, manager=chosen.manager)
     asked = Asked(inputs=inputs, knobs=knobs, backend=backend, is_chunk_bounded=is_chunk_bounded)
     solved = solve(asked, inputs.measured)
     price, limits, caps = solved.price, inputs.limits, caps_of(asked, solved)
-    sequence = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
+    # Beams share nothing that can be relied on: each may need blocks for the whole sequence.
+    sequence = knobs.max_beam_width * blocks_per_sequence(
+        limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens
+    )
     if solved.units < sequence:
         _refuse(asked, solved, sequence)
     lines, missing_bytes = partition(
@@ -62,6 +70,7 @@ def reference_plan(
     )
     attended_cap = agreed_cap([solved.derived.workspace.cap_tokens, inputs.ranks_attended])
     warnings = _warnings(asked, solved, missing_bytes=missing_bytes, attended_cap=attended_cap)
+    fallback = (chosen.warning,) if chosen.warning else ()
     return MemoryPlan(
         rank=inputs.measured.rank,
         device_name=inputs.device_name,
@@ -78,7 +87,7 @@ def reference_plan(
         limits=limits,
         limit_knobs=inputs.limit_knobs,
         fingerprint=inputs.fingerprint,
-        warnings=(*inputs.warnings, *warnings),
+        warnings=(*inputs.warnings, *fallback, *warnings),
         not_charged=_not_charged(inputs, solved),
         policy="reference",
     )
@@ -104,13 +113,14 @@ def _refuse(asked: Asked, solved: Solved, sequence_blocks: int) -> NoReturn:
     need, have = max(priced, price.kv_bytes(sequence_blocks)), solved.found.pool_bytes
     if need <= have:  # another rank, or whole blocks, left less than the bytes pay for
         have = solved.pool_bytes
-    tokens = solved.units * price.block_tokens
+    tokens, width = solved.units * price.block_tokens, asked.knobs.max_beam_width
+    beams = f" in {width} beams" if width > 1 else ""
     ahead = (
         f", {format_bytes(first)} of it before the first token for windows and states of every seat" if first else ""
     )
     raise DoesNotFit(
         f"{asked.inputs.model_name}: under the reference policy the KV pool would hold {counted(tokens, 'token')}, "
-        f"less than one sequence of max_seq_len = {limits.max_seq_len:,}",
+        f"less than one sequence of max_seq_len = {limits.max_seq_len:,}{beams}",
         need_bytes=need,
         have_bytes=have,
         need=f"{format_bytes(need)} of KV ({need:,} bytes){ahead}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tonnage.budget.charges import claim_line
 from tonnage.config import Limits
-from tonnage.terms import Chip, Claim, Fixed, Line, PerBlock, ReferenceSide, Scratch, worst_shape
+from tonnage.terms import Chip, Claim, Fixed, Line, PerBlock, ReferenceSide, Scratch, StepShape, worst_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,21 @@ class Sides:
         return sum(line.bytes for line in self.pool)
 
 
-def sides(claims: Sequence[Claim], *, limits: Limits, chip: Chip) -> Sides:
-    """Sort the claims. Chunks bound some of the scratch on the pool's side; a probe has seen that, so it is peak."""
+def sides(claims: Sequence[Claim], *, limits: Limits, chip: Chip, is_unseen: bool = False) -> Sides:
+    """Sort the claims. Chunks bound some of the scratch on the pool's side; a probe has seen that, so it is peak.
+
+    ``is_unseen``: no probe ran that would have, so it is rated by attended tokens like what nothing bounds.
+    """
     live = [claim for claim in claims if claim.applies]
-    growing = [claim for claim in live if isinstance(claim.cost, Scratch) and not claim.cost.chunk_bounded]
+    growing = [claim for claim in live if _grows(claim, is_unseen=is_unseen)]
     rated = [claim for claim in growing if claim.reference_side == ReferenceSide.POOL]
     strongest = max(rated, key=lambda claim: _rate(claim, limits, chip), default=None)
     sized = _strongest_of_shares(
-        [(claim, _line(claim, limits, chip)) for claim in live if not isinstance(claim.cost, PerBlock)]
+        [
+            (claim, _line(claim, limits, chip, grows=claim in growing))
+            for claim in live
+            if not isinstance(claim.cost, PerBlock)
+        ]
     )
     found: dict[ReferenceSide | None, list[Line]] = {ReferenceSide.PEAK: [], ReferenceSide.POOL: [], None: []}
     for claim, line in sized:
@@ -75,24 +82,40 @@ def uncharged(one: Sides) -> Sides:
     )
 
 
-def _line(claim: Claim, limits: Limits, chip: Chip) -> Line:
+def _grows(claim: Claim, *, is_unseen: bool) -> bool:
+    """Whether the reference rates it by attended tokens."""
+    if not isinstance(claim.cost, Scratch):
+        return False
+    return not claim.cost.chunk_bounded or (is_unseen and claim.reference_side == ReferenceSide.POOL)
+
+
+def _line(claim: Claim, limits: Limits, chip: Chip, *, grows: bool) -> Line:
     cost = claim.cost
-    size = cost.bytes if isinstance(cost, Fixed) else _fixed_scratch(cost, limits, chip)
+    if isinstance(cost, Fixed):
+        size = cost.bytes
+    elif isinstance(cost, Scratch):
+        size = _fixed_scratch(cost, limits, chip) if grows else cost.bytes_at(worst_shape(limits), chip)
+    else:
+        size = 0
     return claim_line(claim, num_bytes=max(0, size - claim.probed_bytes))
 
 
-def _fixed_scratch(cost: object, limits: Limits, chip: Chip) -> int:
+def _fixed_scratch(cost: Scratch, limits: Limits, chip: Chip) -> int:
     """What scratch takes however long the cached past is."""
-    if not isinstance(cost, Scratch):
-        return 0
     if cost.chunk_bounded:
-        return cost.bytes_at(worst_shape(limits), chip)
+        return cost.bytes_at(StepShape(), chip)
     rates = cost.rates(limits, chip)
     return rates.fixed + rates.per_row * limits.max_batch_size + rates.per_token * limits.max_num_tokens
 
 
 def _rate(claim: Claim, limits: Limits, chip: Chip) -> int:
-    return claim.cost.rates(limits, chip).per_attended_token if isinstance(claim.cost, Scratch) else 0
+    cost = claim.cost
+    if not isinstance(cost, Scratch):
+        return 0
+    if cost.chunk_bounded:  # flat beyond its chunks, so the first token tells
+        one = StepShape(num_tokens=1, prefill_tokens=1, prefill_rows=1, attended_tokens=1, max_row_tokens=1)
+        return cost.bytes_at(one, chip) - cost.bytes_at(StepShape(), chip)
+    return cost.rates(limits, chip).per_attended_token
 
 
 def _strongest_of_shares(sized: Iterable[tuple[Claim, Line]]) -> list[tuple[Claim, Line]]:

@@ -76,14 +76,16 @@ def solve(asked: Asked, measured: Measured) -> Solved:
         context_parallel="helix" if measured.rank.cp > 1 else "none",
         backend=asked.backend,
     )
-    claimed = sides(inputs.claims, limits=inputs.limits, chip=inputs.chip)
+    has_step = how.method not in (Method.HELIX_QUOTA, Method.NO_CAPACITY_STEP)
+    attended = _attended_tokens(asked, is_profiled=how.method == Method.PROBE) if has_step else None
+    claimed = sides(inputs.claims, limits=inputs.limits, chip=inputs.chip, is_unseen=attended is not None)
     free = measured.device_bytes - used_bytes(measured)
-    if how.method in (Method.HELIX_QUOTA, Method.NO_CAPACITY_STEP):
+    if not has_step:
         claimed = uncharged(claimed)
         derived = _self_sized(how, knobs, measured, free)
         knobs = replace(knobs, max_tokens=None) if how.method == Method.HELIX_QUOTA else knobs
     else:
-        derived = _derived(asked, measured, claimed, is_profiled=how.method == Method.PROBE)
+        derived = _derived(asked, measured, claimed, attended, is_profiled=how.method == Method.PROBE)
     base = charges(measured, (), limits=inputs.limits, chip=inputs.chip)
     price = PoolPrice.of(inputs.layout, base, limits=inputs.limits, page_bytes=inputs.page_bytes, cp=measured.rank.cp)
     cross = _cross_bytes(asked, price, derived.pool_bytes)
@@ -127,7 +129,9 @@ def used_bytes(measured: Measured) -> int:
     return measured.weights.bytes + beside + graphs
 
 
-def _derived(asked: Asked, measured: Measured, claimed: Sides, *, is_profiled: bool) -> Derivation:
+def _derived(
+    asked: Asked, measured: Measured, claimed: Sides, attended_tokens: int | None, *, is_profiled: bool
+) -> Derivation:
     """Probed or not, reserves and caps are the same."""
     reading = reading_of(measured)
     if not is_profiled:
@@ -139,7 +143,7 @@ def _derived(asked: Asked, measured: Measured, claimed: Sides, *, is_profiled: b
         peak_reserves_bytes=claimed.peak_bytes,
         pool_reserves_bytes=claimed.pool_bytes,
         workspace_bytes_per_token=claimed.workspace_rate,
-        attended_tokens=_attended_tokens(asked, is_profiled=is_profiled),
+        attended_tokens=attended_tokens,
     )
 
 
