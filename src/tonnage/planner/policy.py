@@ -9,8 +9,10 @@ from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.plan import plan
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.reference.plan import reference_plan
+from tonnage.budget.reference.windows import layer_windows
 from tonnage.config import Knobs, LimitKnobs, Limits
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.layers import Attention
 from tonnage.declarations import attention_shapes
 from tonnage.declarations.trtllm_mla import reference_chunk_bounded
 from tonnage.errors import InvalidSetting
@@ -65,6 +67,42 @@ def limits_by(reference: ReferenceKnobs | None, limits: Limits, *, asked: LimitK
         chunked_prefill=reference.enable_chunked_prefill,
         prefix_caching=reference.enable_block_reuse,
         **_encoder_limits(reference, limits, asked),
+    )
+
+
+def windows_by(reference: ReferenceKnobs | None, config: ModelConfig, *, max_seq_len: int) -> ModelConfig:
+    """The model with the windows that the reference's ``max_attention_window`` gives its layers, repeated in turn.
+
+    A window of ``max_seq_len`` or more is none. The page manager leaves the full layers of a model with windows full.
+    Raises ``InvalidSetting`` for a model with layers that are not plain attention: their windows mean something else.
+    """
+    pattern = None if reference is None else reference.max_attention_window
+    if reference is None or pattern is None:
+        return config
+    mixers = [mixer for layer in config.layers for mixer in layer.mixers]
+    if not _is_plain(config) or min(pattern) < 0:
+        raise InvalidSetting(
+            "max_attention_window",
+            ", ".join(map(str, pattern)),
+            "plans by the reference policy follow it for models of plain attention layers only",
+            remedy="leave it out",
+        )
+    keeps_full = reference.manager == "V2" and any(isinstance(m, Attention) and m.window for m in mixers)
+    layers = []
+    for layer, window in zip(config.layers, layer_windows(pattern, len(config.layers)), strict=True):
+        assert isinstance(layer.mixer, Attention)
+        is_full = (keeps_full and layer.mixer.window is None) or window is None or window >= max_seq_len
+        layers.append(replace(layer, mixer=replace(layer.mixer, window=None if is_full else window)))
+    return replace(config, layers=tuple(layers))
+
+
+def _is_plain(config: ModelConfig) -> bool:
+    return bool(config.layers) and all(
+        isinstance(layer.mixer, Attention)
+        and layer.beside is None
+        and not layer.mixer.is_cross
+        and layer.mixer.compress_ratio == 1
+        for layer in config.layers
     )
 
 

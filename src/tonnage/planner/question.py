@@ -22,7 +22,7 @@ from tonnage.planner.claims import claims_for, without
 from tonnage.planner.drafts import draft_warnings, with_draft_layers
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import resolve_limits
-from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money
+from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money, windows_by
 from tonnage.planner.predict import predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
@@ -138,7 +138,7 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
     if question.measured is not None:
         refuse_engine_beams(question.reference)
     layout = kv_layout(
-        with_draft_layers(config, question.draft),
+        with_draft_layers(windows_by(question.reference, config, max_seq_len=limits.max_seq_len), question.draft),
         kv_dtype=question.kv_dtype,
         state_dtype=question.state_dtype,
         block_tokens=question.block_tokens,

@@ -5,8 +5,8 @@ the text model's width for each, one more for every level that is fed into deepe
 fewer), less what a probe's own output already holds, and the cache of finished outputs at its full size. Models whose
 layers attend to an encoder keep its output the same way until each layer has made keys and values of it: those lie in
 the pool, as many for each sequence as one encoder gives. Lifetime: the output lives until its prefill has read it,
-beside any stage of a step; the cache fills under traffic. Reason: a probe's picture is smaller than the largest, and its
-cache is empty. The reference adds both to the measured peak.
+beside any stage of a step; the cache fills under traffic. Reason: a probe's picture is smaller than the largest, and
+its cache is empty. The reference adds both to the measured peak.
 """
 
 from __future__ import annotations

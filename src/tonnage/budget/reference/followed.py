@@ -12,7 +12,6 @@ from tonnage.errors import InvalidSetting
 #: Knob -> what computes with it in this package, and what else can be said.
 UNFOLLOWED: Mapping[str, str] = {
     "speculation": "probe.extra_probe_tokens, probe.manager_max_seq_len; max_draft_tokens is a limit that plans follow",
-    "max_attention_window": "windows.layer_windows, windows.static_cost; plans take the model's own windows",
     "snapshots": "states.v1_runtime_cost, states.v2_cost",
     "enable_pool_rebalance": "",
     "pool_ratio": "knobs.check_group_count",

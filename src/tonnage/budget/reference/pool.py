@@ -68,8 +68,16 @@ class Cache:
         if manager == "V2":
             return self.quota_cost().at(tokens)
         sizes = self.window_bytes()
-        longest = sizes[max(sizes)] if sizes else 0
-        return self.state_bytes("V1") + len(sizes) * longest * tokens
+        if not sizes:
+            return self.state_bytes("V1")
+        longest = max(sizes)
+        held = tokens if self.has(*_GROWING) else min(tokens, longest)
+        return self.state_bytes("V1") + len(sizes) * sizes[longest] * held
+
+    @property
+    def is_variable_window(self) -> bool:
+        """Whether V1 makes a pool for each window; one window for all layers is a uniform pool to it."""
+        return len(self.window_bytes()) > 1
 
     def has(self, *kinds: KVGroupKind) -> bool:
         return any(True for _ in self._of(*kinds))
@@ -109,21 +117,21 @@ def sized(pool_bytes: int, max_tokens: int | None, knobs: ReferenceKnobs, cache:
         cost = cache.quota_cost()
         held = v2_quota(knobs, cost, pool_bytes=pool_bytes)
         return Sized(pool_bytes=held, tokens=cost.units_within(held))
-    if cache.has(KVGroupKind.WINDOW):
+    if cache.is_variable_window:
         return _equal_shares(pool_bytes, knobs, cache)
     runtime = cache.budget_cost("V1")
     if runtime.intercept:
         tokens, _ = v1_hybrid_blocks(
             pool_bytes, runtime, num_sequences=cache.limits.max_batch_size * cache.pp, block_tokens=1
         )
-        return Sized(pool_bytes=pool_bytes, tokens=tokens)
+        return Sized(pool_bytes=pool_bytes, tokens=_passing(tokens, cache))
     fraction = knobs.free_gpu_memory_fraction
     tokens = v1_uniform_tokens(
         max_tokens, free_bytes=free_bytes, fraction=fraction, runtime_bytes_per_token=runtime.slope
     )
     limit = "second fraction" if max_tokens is not None and tokens < max_tokens else ""
     # Uniform pools are built from the tokens alone: max_gpu_total_bytes does not reach them.
-    return Sized(pool_bytes=tokens * runtime.slope, tokens=tokens, limit=limit)
+    return Sized(pool_bytes=tokens * runtime.slope, tokens=_passing(tokens, cache), limit=limit)
 
 
 def largest_pool(price: PoolPrice, found: Sized) -> int:
@@ -131,6 +139,12 @@ def largest_pool(price: PoolPrice, found: Sized) -> int:
     parallelism a whole page here stands for one on each rank."""
     units = price.kv_blocks_within(found.pool_bytes)
     return units if found.tokens == math.inf else min(units, int(found.tokens) // price.local_tokens)
+
+
+def _passing(tokens: int, cache: Cache) -> int | float:
+    """Under one window for all layers they are tokens in the pool at once, and texts of any length pass through."""
+    has_window_alone = cache.has(KVGroupKind.WINDOW) and not cache.has(*_GROWING)
+    return math.inf if has_window_alone else tokens
 
 
 def _equal_shares(pool_bytes: int, knobs: ReferenceKnobs, cache: Cache) -> Sized:

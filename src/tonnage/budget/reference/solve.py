@@ -104,7 +104,7 @@ def solve(asked: Asked, measured: Measured) -> Solved:
         cross_bytes=cross,
         obeys_byte_cap=max_bytes_works(
             knobs.manager,
-            is_variable_window=asked.cache.has(KVGroupKind.WINDOW),
+            is_variable_window=asked.cache.is_variable_window,
             is_hybrid=asked.cache.has(KVGroupKind.STATE),
         ),
     )

@@ -123,6 +123,8 @@ def caps_of(asked: Asked, solved: Solved) -> tuple[Cap, ...]:
         limit = solved.found.limit or OWN_COUNT
         if own < min(size for _, size, _ in found):
             found.append((limit, own, limit))
+    elif solved.found.limit:
+        found.append((solved.found.limit, whole(solved.found.pool_bytes), solved.found.limit))
     if asked.inputs.ranks_tokens is not None:
         found.append(("ranks", price.kv_bytes(asked.inputs.ranks_tokens // price.block_tokens), "the smallest rank"))
     binding = min(range(len(found)), key=lambda i: found[i][1])
