@@ -474,7 +474,7 @@ def test_headless_models_say_so():
         ("mistral", {"sliding_pattern": "1:0"}, "sliding_pattern = '1:0'"),
         ("mixtral", {"num_local_experts": "many"}, "num_experts = 'many'"),
         ("mixtral", {"num_local_experts": 4, "mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
-        ("llama", {"quantization_config": {"quant_method": "magic"}}, "quantization_config with quant_method 'magic'"),
+        ("llama", {"quantization_config": {"quant_method": "magic"}}, "quantization_config names a packing"),
         (
             "granitemoehybrid",
             {**MAMBA, "layer_types": ["mamba"] * 8, "mamba_ssm_dtype": "int2"},

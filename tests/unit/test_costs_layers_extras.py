@@ -176,7 +176,7 @@ def test_scales_for_a_narrow_cache_are_noted():
                 "patch_size": 2,
                 "model_type": "qwen2_vl",
             },
-            ("vision", 3, 32, 4, 128, 3 * 4, 0, False),
+            ("vision", 3, 32, 4, 128, 3 * 4 * 2, 0, False),  # two frames a patch, as the class has it
         ),
         (
             "audio_config",

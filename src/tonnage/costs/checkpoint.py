@@ -9,20 +9,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tonnage.costs.gguf import read_gguf
+from tonnage.costs.gguf import gguf_files, model_names, model_parts, read_gguf
 from tonnage.costs.stored import StoredTensor
 from tonnage.errors import InputError, ModelNotFound
 
 #: No published header comes near; the format itself allows no more.
 LARGEST_HEADER_BYTES = 100_000_000
 _INDEX = "model.safetensors.index.json"
-_PART_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 _REMEDY = "download the file again, or plan from config.json alone"
 
 
@@ -66,13 +64,14 @@ def _read(root: Path) -> Checkpoint | None:
         shards = named
     if shards:
         return _from_headers(shards)
-    packed = [root] if root.is_file() else sorted(root.glob("*.gguf"))
-    return _from_gguf([file for file in packed if file.suffix == ".gguf"])
+    if root.is_file():
+        return _from_gguf(model_parts(root) if root.suffix.lower() == ".gguf" else [])
+    return _from_gguf(gguf_files(root))
 
 
 def _from_gguf(files: list[Path]) -> Checkpoint | None:
     """One model, which may lie in several numbered files; several models in one folder are refused by name."""
-    models = sorted({_PART_NUMBER.sub("", file.stem) for file in files})
+    models = model_names(files)
     if len(models) > 1:
         raise InputError(f"the folder holds {len(models)} GGUF models: {', '.join(models)}", remedy="name one file")
     tensors = tuple(tensor for file in files for tensor in read_gguf(file))

@@ -10,14 +10,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
-from tonnage.costs.encoders import towers
+from tonnage.costs.encoders import encoder_tokens, towers
 from tonnage.costs.families import FAMILIES, Family
 from tonnage.costs.feedforward import FeedForwards, widest
+from tonnage.costs.generating import refuse_other_models
+from tonnage.costs.gguf import gguf_files
+from tonnage.costs.gguf_config import gguf_config, only_model
 from tonnage.costs.layers import Attention, Latent, Layer, Quantisation, Recurrent, Tower
 from tonnage.costs.mixers import draft_mixers, layer_mixers
 from tonnage.costs.packing import quantisation
 from tonnage.costs.patterns import Kind, layer_kinds, num_layers
-from tonnage.costs.reading import LARGEST_LAYERS, Fields
+from tonnage.costs.reading import LARGEST_LAYERS, Fields, is_known
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UnsupportedModel
 
 
@@ -34,6 +37,7 @@ class ModelConfig:
     mtp_layers      extra layers for multi-token prediction; they keep a cache of their own when drafting
     quantisation    how the checkpoint packs its matrices, None where it does not
     towers          encoders beside the text model
+    encoder_tokens  what cross attention keeps of an encoder for one sequence, None where no layer reads an encoder
     unsupported     what config.json says that the engine cannot run, one short phrase each
     notes           what was assumed because config.json is silent
     raw             the parsed config.json, for the fingerprint
@@ -62,6 +66,7 @@ class ModelConfig:
     mtp_layers: tuple[Layer, ...] = ()
     quantisation: Quantisation | None = None
     towers: tuple[Tower, ...] = ()
+    encoder_tokens: int | None = None
     unsupported: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     raw: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
@@ -83,28 +88,41 @@ class ModelConfig:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, name: str = "") -> ModelConfig:
-        """From a config.json or the folder that holds one.
+        """From a config.json or the folder that holds one; where there is none, from the metadata of a GGUF file.
 
-        Raises ``ModelNotFound`` where there is no such file and ``ModelConfigError`` where it cannot be read.
+        Raises ``ModelNotFound`` where there is no such file, ``ModelConfigError`` where it cannot be read, and
+        ``UnsupportedModel`` for a GGUF file of an architecture whose metadata are not understood.
         """
         file = Path(path).expanduser()
         if file.is_dir():
+            packed = gguf_files(file)
             file = file / "config.json"
+            if packed and not file.is_file():
+                file = only_model(packed)
         if not file.is_file():
             raise ModelNotFound(f"{file}: no such file", remedy="give a folder that holds a config.json, or the file")
+        if file.suffix.lower() == ".gguf":
+            return cls.from_dict(gguf_config(file), name=name or file.stem)
+        if file.suffix.lower() in _WEIGHT_FILES:
+            raise ModelConfigError(
+                f"{file} holds weights, and plans need the config.json", remedy="give the folder that holds both"
+            )
         return cls.from_dict(_read_json(file), name=name or file.resolve().parent.name)
 
 
 def refuse_unsupported(config: ModelConfig) -> None:
-    """Raise ``UnsupportedModel`` unless the model is a dense decoder with full attention in every layer."""
+    """Raise ``UnsupportedModel`` unless the engine runs it: a dense decoder with full attention in every layer."""
     if config.unsupported:
         raise UnsupportedModel(
-            f"{config.name}: this release prices dense decoders with full attention, and config.json says "
+            f"{config.name}: the engine runs dense decoders with full attention, and config.json says "
             + ", ".join(config.unsupported),
-            remedy="choose a dense decoder; experts, latent attention, windows, recurrent state, encoders and packed "
-            "weights come in a later release",
+            remedy="choose a dense decoder to run; tonnage plan prices this model too, with no engine",
         )
     _ = config.family  # an unknown family is refused by name
+
+
+#: Files that people give in place of the config.json beside them.
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".onnx")
 
 
 def _read_json(file: Path) -> Mapping[str, object]:
@@ -118,8 +136,11 @@ def _read_json(file: Path) -> Mapping[str, object]:
 
 
 def _config(fields: Fields) -> ModelConfig:
+    refuse_other_models(fields.outer, name=fields.name)
     if not fields.model_type:
         raise fields.error("model_type", "is missing")
+    if not is_known(fields.model_type):
+        fields.note(f"model_type {fields.model_type!r} is not known to this release: read like a Llama")
     family = FAMILIES.get(fields.model_type)
     count, hidden = num_layers(fields), fields.count("hidden_size")
     kinds = layer_kinds(fields, count)
@@ -131,6 +152,7 @@ def _config(fields: Fields) -> ModelConfig:
         for (mixer, beside), feed in zip(mixers, feeds, strict=True)
     )
     heads, packing = _Heads.of(fields, layers), quantisation(fields)
+    made = towers(fields)
     window = max((m.window for layer in layers for m in _attention(layer) if m.window is not None), default=None)
     return ModelConfig(
         name=fields.name,
@@ -157,7 +179,8 @@ def _config(fields: Fields) -> ModelConfig:
         qk_norm=family is not None and family.qk_norm,
         sliding_window=window,
         quantisation=packing,
-        towers=towers(fields),
+        towers=made,
+        encoder_tokens=encoder_tokens(fields, reads_encoder=any(m.is_cross for x in layers for m in _attention(x))),
         unsupported=_unsupported(fields.outer, fields.inner, window=window, layers=layers),
         notes=tuple(fields.notes),
         raw=MappingProxyType(dict(fields.outer)),
@@ -206,14 +229,18 @@ def _draft_layers(fields: Fields, kinds: tuple[Kind, ...], parts: FeedForwards) 
     return (Layer(mixer=mixer, feed_forward=feed, beside=beside),) * count
 
 
-#: Models without learned or rotary positions, whose files may give no length.
+#: Models without learned or rotary positions, whose files may give no length; and the one they get here, that of the
+#: longest models published.
 _ANY_LENGTH = ("bloom", "t5", "mpt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma")
+ASSUMED_POSITIONS = 1_048_576
 
 
 def _positions(fields: Fields) -> int:
     if fields.model_type in _ANY_LENGTH and fields.value("max_position_embeddings") is None:
-        fields.note("max_position_embeddings is absent: 2048 assumed, the model itself has no limit")
-        return 2048
+        fields.note(
+            f"max_position_embeddings is absent: {ASSUMED_POSITIONS:,} are our own limit, the model itself has none"
+        )
+        return ASSUMED_POSITIONS
     return fields.count("max_position_embeddings")
 
 

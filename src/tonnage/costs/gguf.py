@@ -7,7 +7,9 @@ tensor its name, its dimensions (fastest first), its type and its offset. All nu
 from __future__ import annotations
 
 import math
+import re
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -30,6 +32,9 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
 }  # fmt: skip
 #: Bytes of the key-value types that have a fixed size; 8 is a text, 9 an array.
+_FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LONGEST_LIST = 10_000
+_PART_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
@@ -54,6 +59,29 @@ class _Reader:
     def text(self) -> str:
         length = self.count(_LONGEST_TEXT)
         return self.stream.read(length).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> object:
+        """A number or a text; of a list its numbers, or how many texts it holds where it holds those."""
+        if kind == 8:
+            return self.text()
+        if kind != 9:
+            if kind not in _FORMS:
+                raise self.error(f"its header holds a value of unknown type {kind}")
+            return self.scalar(kind)
+        inner, length = self.number("I"), self.count(_LONGEST_ARRAY)
+        if inner in _FORMS and length <= _LONGEST_LIST:
+            return [self.scalar(inner) for _ in range(length)]
+        for _ in range(length):
+            self.skip_value(inner, 1)
+        return length
+
+    def scalar(self, kind: int) -> int | float | bool:
+        form = _FORMS[kind]
+        raw = self.stream.read(struct.calcsize("<" + form))
+        if len(raw) != struct.calcsize("<" + form):
+            raise self.error("it ends inside its header")
+        found: int | float | bool = struct.unpack("<" + form, raw)[0]
+        return found
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
         if kind == 8:
@@ -88,17 +116,48 @@ class _Reader:
         return InputError(f"{self.file.name} cannot be used: {what}", remedy="download the file again")
 
 
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files in a folder, by name."""
+    return sorted(file for file in folder.glob("*.[gG][gG][uU][fF]"))
+
+
+def model_names(files: Iterable[Path]) -> list[str]:
+    """Of the models that the files hold: numbered parts are one model."""
+    return sorted({_PART_NUMBER.sub("", file.stem) for file in files})
+
+
+def model_parts(file: Path) -> list[Path]:
+    """Every file of a model, given one: its numbered parts, or the file alone."""
+    name = _PART_NUMBER.sub("", file.stem)
+    if name == file.stem:
+        return [file]
+    return [each for each in gguf_files(file.parent) if _PART_NUMBER.sub("", each.stem) == name != each.stem]
+
+
 def read_gguf(file: Path) -> tuple[StoredTensor, ...]:
     """Every tensor of one file. Raises ``InputError`` for a file that is no GGUF file or whose header is broken."""
     with file.open("rb") as stream:
-        reader = _Reader(stream, file)
-        if stream.read(4) != b"GGUF":
-            raise reader.error("it does not start like a GGUF file")
-        version = reader.number("I")
-        if version not in (2, 3):
-            raise reader.error(f"version {version} of the format is not known to this release")
-        num_tensors, num_pairs = reader.count(_MOST_TENSORS), reader.count(_MOST_PAIRS)
+        reader, num_tensors, num_pairs = _start(stream, file)
         for _ in range(num_pairs):
             reader.text()
             reader.skip_value(reader.number("I"))
         return tuple(reader.tensor() for _ in range(num_tensors))
+
+
+def read_metadata(file: Path) -> dict[str, object]:
+    """The key-value pairs of one file; a list of texts comes as its length. Raises ``InputError`` as ``read_gguf``."""
+    with file.open("rb") as stream:
+        reader, _num_tensors, num_pairs = _start(stream, file)
+        return {reader.text(): reader.value(reader.number("I")) for _ in range(num_pairs)}
+
+
+def _start(stream: BinaryIO, file: Path) -> tuple[_Reader, int, int]:
+    """The reader behind the fixed part of the header, how many tensors there are, and how many pairs."""
+    reader = _Reader(stream, file)
+    if stream.read(4) != b"GGUF":
+        raise reader.error("it does not start like a GGUF file")
+    version = reader.number("I")
+    if version not in (2, 3):
+        raise reader.error(f"version {version} of the format is not known to this release")
+    num_tensors, num_pairs = reader.count(_MOST_TENSORS), reader.count(_MOST_PAIRS)
+    return reader, num_tensors, num_pairs

@@ -123,7 +123,7 @@ class Quantisation:
     """How a checkpoint packs its matrices.
 
     method      as config.json names it: "fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors", "modelopt" ...
-    format      what lies in memory: "fp8", "int8", "int4", "nf4", "nvfp4" or "mxfp4"
+    format      what lies in memory: "fp8", "int8", "int4", "nf4", "nvfp4", "mxfp4" or "gguf"
     group_size  elements that share one scale; None: one scale a row or a matrix
     kept        name patterns of modules that stay in the model's dtype
     """

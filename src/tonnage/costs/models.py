@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.gguf import gguf_files
 from tonnage.errors import ModelNotFound
 
 #: Models whose shape comes with the package: alias -> (file under costs/data, name shown).
@@ -43,10 +44,10 @@ def find_config(model: str | os.PathLike[str]) -> ModelConfig:
 
 
 def _path(text: str) -> tuple[Path | None, bool]:
-    """The path if it leads to a config.json, and whether it is a folder at all."""
+    """The path if it leads to a config.json or a GGUF file, and whether it is a folder at all."""
     try:
         path = Path(text).expanduser()
-        found = path.is_file() or (path / "config.json").is_file()
+        found = path.is_file() or (path / "config.json").is_file() or bool(text and path.is_dir() and gguf_files(path))
         return path if text and found else None, bool(text) and path.is_dir()
     except (OSError, ValueError, RuntimeError):
         return None, False  # too long, a NUL in it, no such home: no path

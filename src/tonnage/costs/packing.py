@@ -11,6 +11,11 @@ from tonnage.errors import ModelConfigError
 #: Where each method lists the modules that it leaves alone.
 _KEPT = ("ignore", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "exclude_modules")
 
+_REMEDY = (
+    "plan a checkpoint of the model that is not packed, or one packed by fp8, awq, gptq, bitsandbytes, "
+    "compressed-tensors, modelopt or mxfp4"
+)
+
 
 def quantisation(fields: Fields) -> Quantisation | None:
     """None where the weights are plain. Raises ``ModelConfigError`` naming ``quantization_config`` where the format
@@ -61,7 +66,9 @@ def _format(fields: Fields, raw: Mapping[str, object], method: str) -> tuple[str
         return _modelopt(fields, raw)
     if method == "compressed-tensors":
         return _compressed_tensors(fields, raw)
-    raise _unknown(fields, f"with quant_method {method or 'missing'!r} is not known")
+    if method == "gguf":
+        return "gguf", None
+    raise _unknown(fields, f"names a packing that this release does not know (quant_method {method or 'missing'!r})")
 
 
 def _modelopt(fields: Fields, raw: Mapping[str, object]) -> tuple[str, int | None]:
@@ -132,4 +139,4 @@ def _whole(raw: Mapping[str, object], *keys: str, default: int) -> int:
 
 
 def _unknown(fields: Fields, what: str) -> ModelConfigError:
-    return fields.error("quantization_config", what)
+    return fields.error("quantization_config", what, remedy=_REMEDY)

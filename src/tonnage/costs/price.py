@@ -19,6 +19,7 @@ from tonnage.costs.layers import Attention, Layer
 from tonnage.costs.parameters import Build, layer_tensors
 from tonnage.costs.quantised import NOTHING, Packing, Span
 from tonnage.costs.ranks import RankShape, rank_shape
+from tonnage.costs.reading import is_known
 from tonnage.costs.sharding import stored_spans
 from tonnage.costs.tensors import Component, Cut, Tensor, vector
 from tonnage.costs.towers import tower_tensors
@@ -34,6 +35,8 @@ ROUGH = (
     "zamba", "zamba2",
 )  # fmt: skip
 ROUGH_FRACTION = Fraction(50, 100)
+#: A family never met, read as a Llama: two matrices where three are taken change a usual model by a quarter.
+UNMET_FRACTION = Fraction(25, 100)
 #: What a tower of an unknown class can be off by; and what encoders may add whose sizes are not read at all.
 UNKNOWN_TOWER_FRACTION, UNREAD_TOWER_FRACTION = Fraction(25, 100), Fraction(15, 100)
 ENCODERS = ("vision_config", "audio_config", "speech_config", "encoder_config")
@@ -120,7 +123,7 @@ def _bar(config: ModelConfig, total: Span, towers: Span, rank: Rank) -> tuple[in
     """The least and the most: what the format leaves open, and what is not known of the class or of its towers."""
     low, high = Fraction(total.low), Fraction(total.high)
     if not traits_of(config)[1]:
-        share = ROUGH_FRACTION if config.model_type in ROUGH else UNKNOWN_FRACTION
+        share = _unknown_share(config.model_type)
         low, high = low - total.low * share, high + total.high * share
     if not tower_tensors(config)[1]:
         low, high = low - towers.low * UNKNOWN_TOWER_FRACTION, high + towers.high * UNKNOWN_TOWER_FRACTION
@@ -128,6 +131,13 @@ def _bar(config: ModelConfig, total: Span, towers: Span, rank: Rank) -> tuple[in
     if config.towers and rank.tp > 1:  # some engines cut towers too
         low -= towers.low - towers.low // rank.tp
     return int(low), int(high)
+
+
+def _unknown_share(model_type: str) -> Fraction:
+    """How far the arithmetic can be off for a family without a row of traits."""
+    if model_type in ROUGH:
+        return ROUGH_FRACTION
+    return UNKNOWN_FRACTION if is_known(model_type) else UNMET_FRACTION
 
 
 def _unread_towers(config: ModelConfig) -> Fraction:
@@ -147,7 +157,9 @@ def _price(sizes: Mapping[Component, int], counts: Mapping[Component, int], quan
 
 def _span(tensor: Tensor, packing: Packing | None, prefix: str, word: int) -> Span:
     """Bytes of all ``tensor.count`` of them: packed where the checkpoint packs, else wide."""
-    if packing is not None and tensor.can_pack and _is_packed(tensor, packing, prefix):
+    is_table = tensor.component is Component.EMBEDDINGS
+    can_pack = tensor.can_pack or (packing is not None and packing.packs_embeddings and is_table)
+    if packing is not None and can_pack and _is_packed(tensor, packing, prefix):
         return packing.span(tensor.rows, tensor.columns).times(tensor.count)
     wide = tensor.num_elements * (DTYPE_BYTES["float32"] if tensor.is_buffer else word)
     if tensor.component is Component.TOWERS and packing is not None and tensor.can_pack:

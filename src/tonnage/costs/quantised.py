@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
+from fractions import Fraction
 
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Quantisation
@@ -85,7 +86,12 @@ class Packing:
 
     @property
     def packs_head(self) -> bool:
-        return self.options.get("lm_head") is True
+        return self.packs_embeddings or self.options.get("lm_head") is True
+
+    @property
+    def packs_embeddings(self) -> bool:
+        """GGUF files pack every matrix, the two of the vocabulary too."""
+        return self.scheme.format == "gguf"
 
     @property
     def is_symmetric(self) -> bool:
@@ -229,6 +235,16 @@ def _mxfp4(packing: Packing, rows: int, columns: int) -> Span:
     return Span(bytes=total, low=total, high=padded)
 
 
+def _gguf(packing: Packing, rows: int, columns: int) -> Span:
+    """The mean of the file, whose tensors are packed in several ways: the headers alone tell each one's."""
+    stored, elements = (packing.options.get(key) for key in ("stored_bytes", "stored_elements"))
+    mean = Fraction(9, 16)  # of 4 bits and a 16-bit scale for 32 of them, where the header was not read
+    if isinstance(stored, int) and isinstance(elements, int) and stored > 0 and elements > 0:
+        mean = Fraction(stored, elements)
+    total = rows * columns * mean
+    return Span(bytes=int(total), low=int(total * Fraction(9, 10)), high=int(total * Fraction(11, 10)))
+
+
 _FORMATS: dict[str, Callable[[Packing, int, int], Span]] = {
     "fp8": _fp8,
     "int8": _int8,
@@ -236,4 +252,5 @@ _FORMATS: dict[str, Callable[[Packing, int, int], Span]] = {
     "nf4": _nf4,
     "nvfp4": _nvfp4,
     "mxfp4": _mxfp4,
+    "gguf": _gguf,
 }

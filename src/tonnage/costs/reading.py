@@ -82,6 +82,14 @@ _ESSENTIAL = frozenset(
 #: In these classes num_heads counts heads of the state, not of attention.
 _STATE_ONLY = frozenset(("mamba", "mamba2", "falcon_mamba"))
 
+_PUBLISHED = "use the config.json that was published with the model"
+
+#: Families that the readers know by rules of their own, though no class defaults are kept for them.
+_BY_RULE = frozenset(
+    ("RefinedWeb", "RefinedWebModel", "biogpt", "cohere2_moe", "exaone_moe", "flex_olmo", "glm4_moe_lite",
+     "granite_swa", "longcat_flash", "phi4_multimodal", "qwen2_5_omni_text", "deci", "nemotron-nas")
+)  # fmt: skip
+
 
 class Fields:
     """What one config.json says about its text model. Missing values fall back to the family's class, with a note."""
@@ -99,13 +107,10 @@ class Fields:
         if text not in self.notes:
             self.notes.append(text)
 
-    def error(self, key: str, what: str) -> ModelConfigError:
+    def error(self, key: str, what: str, *, remedy: str = _PUBLISHED) -> ModelConfigError:
         """To be raised: the field, what is wrong with it, and whose file it is."""
         return ModelConfigError(
-            f"{self.name}: {key} {what} in config.json",
-            knob=key,
-            value=self.own.get(key),
-            remedy="use the config.json that was published with the model",
+            f"{self.name}: {key} {what} in config.json", knob=key, value=self.own.get(key), remedy=remedy
         )
 
     def value(self, key: str) -> object:
@@ -198,6 +203,11 @@ def _translated(raw: Mapping[str, object], *, model_type: str) -> dict[str, obje
         if found is not None:
             fields[name] = found
     return fields
+
+
+def is_known(model_type: str) -> bool:
+    """Whether this release has met the family; the fields of another are read as a Llama's."""
+    return model_type in class_defaults() or model_type in _SAME_CLASS or model_type in _BY_RULE
 
 
 @cache

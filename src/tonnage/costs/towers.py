@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.encoders import tower_type
 from tonnage.costs.layers import Tower
 from tonnage.costs.tensors import Component, Tensor, matrix, vector
 
@@ -59,7 +60,7 @@ _QWEN2_5 = TowerTraits(norm_bias=False, patch_bias=False, post_norm=False)
 _QWEN3 = TowerTraits(post_norm=False)
 _CLIP = TowerTraits(patch_bias=False, pre_norm=True, class_token=True)
 
-#: By the model_type of the vision part; where an older config.json gives it none, by the whole model's.
+#: By the model_type of the vision part; where a config.json gives it none, that of the whole model's class.
 TOWER_TRAITS: dict[str, TowerTraits] = {
     **dict.fromkeys(("siglip_vision_model", "idefics3_vision"), TowerTraits()),
     **dict.fromkeys(("clip_vision_model", "llama4_vision_model"), _CLIP),
@@ -80,9 +81,10 @@ def tower_tensors(config: ModelConfig) -> tuple[tuple[Tensor, ...], bool]:
     exact = True
     for tower in config.towers:
         raw = _raw_of(config, tower)
-        traits = TOWER_TRAITS.get(str(raw.get("model_type") or config.raw.get("model_type") or ""))
+        kind = tower_type(config.raw, raw) if tower.kind == "vision" else str(raw.get("model_type", ""))
+        traits = TOWER_TRAITS.get(kind)
         exact = exact and traits is not None and str(config.raw.get("model_type")) in _PROJECTORS
-        elements = _tower(tower, traits or TowerTraits(pre_norm=True), raw) + _projector(config, tower, raw)
+        elements = _tower(tower, traits or TowerTraits(pre_norm=True), raw, kind) + _projector(config, tower, raw)
         found += _tensors(tower, elements)
     return tuple(found), exact
 
@@ -104,18 +106,18 @@ def _count(raw: Mapping[str, object], key: str, default: int) -> int:
     return found if isinstance(found, int) and not isinstance(found, bool) else default
 
 
-def _tower(tower: Tower, traits: TowerTraits, raw: Mapping[str, object]) -> Elements:
+def _tower(tower: Tower, traits: TowerTraits, raw: Mapping[str, object], kind: str) -> Elements:
     hidden = tower.hidden_size
     norm = hidden * (2 if traits.norm_bias else 1)
     num_layers = tower.num_layers
     elements = Elements(0, 0)
-    if raw.get("model_type") == "mllama_vision_model":
+    if kind == "mllama_vision_model":
         num_layers = _count(raw, "num_hidden_layers", 32) + _count(raw, "num_global_layers", 8)
         elements += _tiles(tower, _positions(tower, traits), raw)
     elements += _layer(tower, traits).times(num_layers)
     patches = Elements(hidden * tower.patch_elements, hidden * traits.patch_bias * bool(tower.patch_elements))
     ends = norm * (traits.pre_norm + traits.post_norm) + hidden * (_positions(tower, traits) + traits.class_token)
-    if raw.get("model_type") == "siglip_vision_model" and raw.get("vision_use_head", True):
+    if kind == "siglip_vision_model" and raw.get("vision_use_head", True):
         elements += _pooling_head(tower)
     return elements + patches + Elements(0, ends)
 
