@@ -170,7 +170,7 @@ def _config(fields: Fields) -> ModelConfig:
         vocab_size=fields.count("vocab_size"),
         max_position_embeddings=_positions(fields),
         tie_word_embeddings=fields.flag(
-            "tie_word_embeddings", default=family is not None and family.tie_word_embeddings
+            "tie_word_embeddings", default=family.tie_word_embeddings if family else fields.model_type in _TIED
         ),
         dtype=_dtype(fields, is_packed=packing is not None),
         qkv_bias=_bias(fields, "attention_bias", rule=family.qkv_bias if family else False),
@@ -228,6 +228,9 @@ def _draft_layers(fields: Fields, kinds: tuple[Kind, ...], parts: FeedForwards) 
     feed = parts.draft()
     return (Layer(mixer=mixer, feed_forward=feed, beside=beside),) * count
 
+
+#: Their files say that embeddings are not tied, or nothing.
+_TIED = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 #: Models without learned or rotary positions, whose files may give no length; and the one they get here, that of the
 #: longest models published.
