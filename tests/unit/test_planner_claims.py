@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import shapes
 from test_planner import LLAMA_8B, SMOLLM2, checked, limits
 
 from tonnage.budget.charges import charges
 from tonnage.config import Knobs, Limits
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.kv import kv_layout
+from tonnage.costs.layers import Recurrent
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import generic_card, host_card
-from tonnage.layout import metadata_bytes_per_block, penalty_table_bytes, table_bytes
-from tonnage.planner import claims_for, plan_without_device, resolve_limits
+from tonnage.layout import KVGroupKind, metadata_bytes_per_block, penalty_table_bytes, table_bytes
+from tonnage.planner import claims_for, plan_ranks, plan_without_device, resolve_limits
 from tonnage.planner.claims import step_input_bytes, without
 from tonnage.planner.limits import HOST_MAX_BATCH_SIZE
 from tonnage.terms import (
@@ -104,6 +107,7 @@ TWO_KINDS = replace(
         ),
     ),
 )
+STATE = Recurrent(kind="mamba2", num_heads=64, head_dim=64, state_size=128, conv_channels=4352, conv_kernel=4)
 CHIP = Chip(name="H200", sm=90, num_sms=132, total_bytes=150_109_880_320)
 LONG = Limits(
     max_seq_len=65_536,
@@ -228,6 +232,68 @@ def test_every_claim_that_can_be_switched_off_is_then_charged_nothing():
     }
     for claim in without(listed, frozenset(names)):
         assert (claim.name in names) <= (not claim.applies and claim.because == "switched off")
+
+
+class TestPageTables:
+    """A table for each group of layers, int32, a row a sequence; rows of 65,536 tokens."""
+
+    def table(self, config, *, rank=None, limits=LONG, block_tokens=16, **changes):
+        layout = kv_layout(config, block_tokens=block_tokens, rank=rank, **changes)
+        listed = claims_for(config, limits, block_tokens=block_tokens, rank=rank, layout=layout)
+        return next(c for c in listed if c.name == "page table"), layout
+
+    def test_a_dense_model_has_one(self):
+        claim, _ = self.table(LLAMA_8B)
+        without = next(c for c in claims_for(LLAMA_8B, LONG) if c.name == "page table")
+        assert claim == without
+        assert claim.cost == Fixed(bytes=256 * 4096 * 4)
+
+    @pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-3-12b", "qwen3-next-80b-a3b", "deepseek-v4-flash"])
+    def test_by_hand(self, name):
+        config = shapes.config(name)
+        claim, layout = self.table(config)
+        wide = [group.block_tokens for group in layout.groups if group.kind is not KVGroupKind.STATE]
+        assert len(layout.groups) > 1
+        assert claim.cost == Fixed(bytes=sum(256 * -(-65_536 // tokens) * 4 for tokens in wide))
+
+    def test_a_window_is_as_wide_as_the_whole(self):
+        claim, layout = self.table(shapes.config("gpt-oss-20b"))
+        assert [group.window for group in layout.groups] == [None, 128]
+        assert claim.cost == Fixed(bytes=2 * 256 * 4096 * 4)
+
+    def test_an_encoders_blocks_have_one_of_their_own(self):
+        bounds = replace(LONG, max_encoder_tokens=1601)
+        claim, layout = self.table(shapes.config("llama-3.2-11b-vision"), limits=bounds)
+        found = {group.kind: group.block_tokens for group in layout.groups}
+        cross = -(-1601 // found[KVGroupKind.CROSS])
+        assert claim.cost == Fixed(bytes=256 * 4 * (-(-65_536 // found[KVGroupKind.FULL]) + cross))
+
+    def test_states_have_none(self):
+        states = replace(LLAMA_8B, layers=tuple(replace(layer, mixer=STATE) for layer in LLAMA_8B.layers))
+        claim, _ = self.table(states)
+        assert (claim.applies, claim.cost) == (False, Fixed(bytes=0))
+
+    @pytest.mark.parametrize("length", [65_536, 65_537, 100])
+    def test_context_parallel_ranks_list_their_own(self, length):
+        claim, _ = self.table(LLAMA_8B, rank=Rank(cp=4, size=4), limits=replace(LONG, max_seq_len=length))
+        blocks = -(-length // 16)
+        assert claim.cost == Fixed(bytes=256 * -(-blocks // 4) * 4)
+
+
+class TestPenaltiesOfStages:
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_every_stage_lists_them(self, index):
+        rank = Rank(index=index, pp=2, size=2)
+        claim = next(c for c in claims_for(LLAMA_8B, LONG, rank=rank) if c.name == "penalty tables")
+        assert claim.applies is (index == 1)
+        assert claim.applies or claim.because == "only the last stage samples"
+
+    def test_one_name_switches_them_off_on_all(self):
+        knobs = Knobs(disabled_claims=frozenset({"penalty tables"}))
+        asked = {"card": generic_card(80 * GiB), "rank": Rank(pp=2, size=2)}
+        usual, off = plan_ranks(LLAMA_8B, **asked), plan_ranks(LLAMA_8B, knobs=knobs, **asked)
+        saved = [a.bytes_of(LineKind.TABLES) - b.bytes_of(LineKind.TABLES) for a, b in zip(usual, off, strict=True)]
+        assert saved == [0, penalty_table_bytes(max_batch_size=256, vocab_size=128_256)]
 
 
 def test_dtypes_default_to_the_models():

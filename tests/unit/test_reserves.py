@@ -221,6 +221,7 @@ def test_a_plain_dense_model_pays_for_tables_alone():
         ({"limits": replace(ALL, max_draft_tokens=0)}, "draft probabilities", "no tokens are drafted"),
         ({"limits": replace(ALL, lookahead_steps=0)}, EXTRA_PENALTY_TABLES, "no step is launched before"),
         ({"rank": Rank(index=1, pp=2, size=2)}, EXTRA_PENALTY_TABLES, "no step is launched before"),
+        ({"rank": Rank(pp=2, size=2)}, "penalty tables", "only the last stage samples"),
         ({"limits": replace(ALL, penalties=False)}, "penalty tables", "may not have penalties"),
         ({"limits": replace(ALL, prompt_logprobs=False)}, "prompt log-probs", "may not ask for log-probs"),
         ({"rank": Rank(pp=2, size=2)}, "prompt log-probs", "only the last pipeline stage"),
@@ -357,6 +358,12 @@ def test_penalties_of_beams_and_of_the_engines_tables():
     assert penalty_bytes(0, 49_152) == 0
 
 
+def test_beams_count_in_tables_of_every_seat():
+    found = by_name(beam_width=3)
+    for name in ("penalty tables", EXTRA_PENALTY_TABLES):
+        assert size(found[name]) == 64 * 128_256 * 13
+
+
 def test_we_charge_every_seat_and_the_reference_the_extra_ones():
     found = by_name()
     every = penalty_bytes(128, LLAMA_8B.vocab_size)
@@ -385,6 +392,11 @@ def test_encoder_claims():
     probed = by_name(SEES, profiled_output_bytes=3 * MiB)["encoder output"]
     assert (size(probed), probed.probed_bytes) == (8 * MiB, 3 * MiB)
     assert by_name(SEES, profiled_output_bytes=GiB)["encoder output"].probed_bytes == 8 * MiB
+
+
+def test_levels_that_are_fed_into_deeper_layers_are_kept_too():
+    deep = replace(SEES, raw={**SEES.raw, "vision_config": {"deepstack_visual_indexes": [5, 11, 17]}})
+    assert size(by_name(deep)["encoder output"]) == 4 * size(by_name(SEES)["encoder output"])
 
 
 def test_models_that_attend_to_an_encoder_have_one_without_a_tower():
