@@ -183,8 +183,8 @@ def dtype_warning(card: Card, dtype: str) -> str:
     if dtype != "bfloat16" or not 0 < card.sm < BFLOAT16_SM:
         return ""
     return (
-        f"{card.name} has no arithmetic in bfloat16: engines refuse it there or compute in float32; --dtype float16 "
-        "plans for what it can do"
+        f"{card.name} has no arithmetic in bfloat16, and engines may refuse it there; --dtype float16 plans for what "
+        "it can do"
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,11 @@ BAD = {
     f"{FIT} --device H100": "does not know what for|Need: --goal NAME, or --users|add --goal longest-context",
     f"{FIT} --device H100 --goal fastest": "--goal = 'fastest'|no such goal|longest-context or most-concurrency",
     f"{FIT} --device H100 --goal longest-context --users 3": "--goal and --users are two goals|leave out",
-    f"{FIT} --device H100 --users 3": "--prompt-tokens and --output-tokens is missing|add --prompt-tokens N",
+    f"{FIT} --device H100 --users 3": "--prompt-tokens and --output-tokens are missing|add --prompt-tokens N",
+    f"{FIT} --device H100 --users 3 --prompt-tokens 4": "and --output-tokens is missing|add --output-tokens N",
+    f"{FIT} --device H100 --least-ranks": "--least-ranks needs a workload|add --users N --prompt-tokens N --output",
+    f"{FIT} --least-memory": "--least-memory needs a workload|add --users N",
+    f"{FIT} --device H100 {USERS} --stage-layers 16,16": "of 2 pipeline stages, and there is one|add --pp 2",
     f"{FIT} --goal longest-context": "tonnage fit does not know the device|add --device H100",
     f"{FIT} {USERS}": "tonnage fit does not know the device",
     f"{FIT} {USERS} --least-ranks": "tonnage fit does not know the device",
@@ -68,6 +74,10 @@ GOOD = {
     f"{FIT} --memory 20GiB {USERS} --host-kv-bytes 100GiB": "host tier  |in host memory|does not swap yet",
     "fit smollm2 --device host --memory 1500MiB --goal longest-context": "SmolLM2-135M-Instruct on host|max_num_tokens",
     "fit smollm2 --device host --least-memory --users 4 --prompt-tokens 99 --output-tokens 1": "--device host --memory",
+    f"{FIT} --memory 24GiB --goal most-concurrency": "the longest that fits, so no second one does|max_seq_len is open",
+    f"{FIT} --device V100 --goal longest-context": "V100-32GB has no arithmetic in bfloat16",
+    f"{FIT} --device H100 {USERS} --max-adapter-rank 8": "max_adapter_rank has no effect here",
+    f"{FIT} --device H100 {USERS} --host-kv-bytes 20GiB": "host_kv_bytes 20 GiB holds the cache of",
     "fit --help": "--goal NAME|--users N|--least-memory|--host-kv-bytes SIZE|--max-seq-len N",
 }
 
@@ -126,6 +136,29 @@ def test_the_command_that_is_printed_gives_the_same_plan(tonnage: Program, comma
     planned = document(tonnage, found["command"].removeprefix("tonnage "))
     (fitted,) = [plan for plan in found["plans"] if plan["rank"] == planned["rank"]]
     assert (planned["kv"], planned["limits"], planned["lines"]) == (fitted["kv"], fitted["limits"], fitted["lines"])
+
+
+@pytest.mark.parametrize("columns", ["60", "100", "300"])
+@pytest.mark.parametrize("folder", ["plain", "with a space", "it's $HOME `x`; \\"])
+def test_what_is_printed_to_type_can_be_pasted(
+    tonnage: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: str, folder: str
+) -> None:
+    """Quoted where it must be, also what a size was typed as."""
+    (tmp_path / folder).mkdir()
+    shutil.copy(LLAMA / "config.json", tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", columns)
+    command = ["fit", f"./{folder}", "--memory", "80 GiB", "--goal", "longest-context", "--kv-bytes", "60 GiB"]
+    ended = tonnage(*command, "--without", "penalty tables")
+    typed = ended.out.split("To type:\n")[1].split("\n\n")[0]
+    assert ("\\\n" in typed) == (columns != "300")
+    assert subprocess.run(["bash", "-n", "-c", typed], check=False).returncode == 0
+    words = shlex.split(typed.replace("\\\n", " "))
+    assert words == shlex.split(document(tonnage, shlex.join([*command, "--without", "penalty tables"]))["command"])
+    assert words[2] == f"./{folder}"
+    assert words[words.index("--memory") + 1] == "80 GiB"
+    assert words[words.index("--kv-bytes") + 1] == "60 GiB"
+    assert tonnage(*words[1:]).code == 0
 
 
 def test_json_says_what_the_table_says(tonnage: Program) -> None:

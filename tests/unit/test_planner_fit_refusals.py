@@ -8,12 +8,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import shapes
 
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
-from tonnage.planner.fit import fit
+from tonnage.planner.fit import ALONE, LENGTH_IS_OPEN, fit
 from tonnage.planner.workload import Goal, Workload
 from tonnage.units import GiB, parse_bytes
 
@@ -110,6 +111,34 @@ def test_host_memory_makes_a_workload_possible_and_the_answer_says_how():
     with pytest.raises(DoesNotFit) as caught:
         fit(LLAMA_8B, card=H100, goal=goal, knobs=knobs(host_kv_bytes=GiB))
     assert "host_kv_bytes" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "users"), [("gemma-3-27b", 100), ("qwen3.6-27b", 60), ("gpt-oss-20b", 4000)])
+def test_what_there_is_does_not_contradict_what_would_help(key, users):
+    """Windows and states cost a user much and its further tokens little, so what there is is told in users."""
+    config, asked = shapes.config(key), {"kv_dtype": "bfloat16"}
+    goal = workload(users, 7000, 1000)
+    with pytest.raises(DoesNotFit) as caught:
+        fit(config, card=H100, goal=goal, knobs=knobs(**asked))
+    told = str(caught.value)
+    have = int(re.search(r"room for ([\d,]+) such user", told)[1].replace(",", ""))
+    fewer = int(re.search(r"lower users to (\d+)", told)[1])
+    assert not re.search(r"of KV \([\d,]+ bytes\), [\d,]+ tokens", told)
+    assert have == fewer or (have < fewer and f"beside what {users:,} at once need" in told)
+    for remedy in caught.value.remedies:
+        changed = followed(remedy, H100, goal, asked, {})
+        assert fit(config, **changed).plan.kv.tokens > 0
+
+
+def test_one_sequence_alone_says_that_the_length_is_open():
+    made = fit(LLAMA_8B, card=generic_card(24 * GiB), goal=MOST)
+    assert "the longest that fits, so no second one does: set max_seq_len" in made.reached
+    assert made.notes[0] == ALONE
+    set_to = fit(LLAMA_8B, card=generic_card(24 * GiB), goal=MOST, limit_knobs=limits(max_seq_len=4096))
+    assert "the longest that fits" not in set_to.reached
+    assert not {ALONE, LENGTH_IS_OPEN} & set(set_to.notes)
+    many = fit(LLAMA_8B, card=H100, goal=MOST)
+    assert many.notes[0] == LENGTH_IS_OPEN
 
 
 @pytest.mark.parametrize("goal", [LONGEST, MOST])

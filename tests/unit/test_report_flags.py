@@ -130,14 +130,14 @@ def test_the_view_ends_with_them_and_fits_its_width(width: int) -> None:
     out = io.StringIO()
     show_plan(PLAN, Console(file=out, width=width, highlight=False, markup=False, emoji=False))
     end = out.getvalue()[out.getvalue().index("About the same pool elsewhere") :]
-    told = flat(end)
+    told = flat(end.replace(" \\\n", " "))
     assert f"--block-size 16 --kv-cache-memory-bytes {KV} by its share alone: gpu_memory_utilization 0." in told
     assert f"--max-total-tokens {PLAN.kv.tokens} by its share alone: mem_fraction_static 0." in told
     assert "kv_cache_config: {tokens_per_block: 16, free_gpu_memory_fraction: 0." in told
     assert told.endswith("free_gpu_memory_fraction 0.9, tokens_per_block 32")
     for engine in ENGINES:
         assert f"its defaults (version {engine.version}):" in told
-    longest = max(len(word) for word in end.split()) + 14
+    longest = max(len(word) for word in end.split()) + 14 + len(" \\")
     assert max(len(row) for row in end.splitlines()) <= max(width, longest)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
-from tonnage.cli.plan import card_of, plan_like
+from tonnage.cli.plan import card_of, check_stages, plan_like
 from tonnage.cli.planning import FeatureOptions, Planning, PolicyOptions, RankOptions
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def curve(
     MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage curve ./llama-3.1-8b --device H100
     """
     knobs, limits = features.knobs(pool), features.limits(pool)
-    card = card_of(device, memory)
+    card = card_of(device, memory, verb="curve")
+    check_stages(ranks)
     planning = Planning.of(model, pool=pool, features=features, ranks=ranks, policy=PolicyOptions())
 
     from tonnage.planner.asked import on_rank

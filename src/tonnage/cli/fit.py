@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
-from tonnage.cli.plan import card_of
+from tonnage.cli.plan import card_of, check_stages, dtype_warning_of
 from tonnage.cli.planning import FeatureOptions, RankOptions
 from tonnage.errors import UserError
 from tonnage.units import format_bytes, parse_count
@@ -43,13 +43,16 @@ class GoalOptions:
     prompt_tokens: Annotated[opt.Text, opt.option("--prompt-tokens", "N", "Prompt of each user.")] = None
     output_tokens: Annotated[opt.Text, opt.option("--output-tokens", "N", "Output of each user.")] = None
 
-    def read(self) -> Goal | Workload:
-        """Raises ``UserError`` for none, for both, for half a workload, and for what cannot be read."""
+    def read(self, *, inverse: str | None = None) -> Goal | Workload:
+        """``inverse``: a flag that needs a workload. Raises ``UserError`` for none, for both, for half a workload, and
+        for what cannot be read."""
         from tonnage.planner.workload import Workload, parse_goal
 
         flags = {"--users": self.users, "--prompt-tokens": self.prompt_tokens, "--output-tokens": self.output_tokens}
         given = [flag for flag, text in flags.items() if text is not None]
         if (self.goal is None) == (not given):
+            if inverse is not None and not given:
+                raise _needs_workload(inverse)
             raise UserError(
                 "tonnage fit does not know what for" if not given else f"--goal and {given[0]} are two goals",
                 need="--goal NAME, or --users, --prompt-tokens and --output-tokens",
@@ -58,8 +61,9 @@ class GoalOptions:
         if self.goal is not None:
             return parse_goal(self.goal, knob="--goal")
         if missing := [flag for flag, text in flags.items() if text is None]:
+            are = "is" if len(missing) == 1 else "are"
             raise UserError(
-                f"a workload is {', '.join(flags)}, and {' and '.join(missing)} is missing",
+                f"a workload is {', '.join(flags)}, and {' and '.join(missing)} {are} missing",
                 remedy=f"add {' '.join(f'{flag} N' for flag in missing)}",
             )
         return Workload(
@@ -128,12 +132,13 @@ def fit(
 
     A workload is --users 64 --prompt-tokens 4000 --output-tokens 1000; --least-memory and --least-ranks turn it around.
     """
+    check_stages(ranks)
     rank = ranks.rank()
     asked = _Asked(
         model=model,
         device=device,
         memory=memory,
-        goal=goal.read(),
+        goal=goal.read(inverse="--least-memory" if least_memory else "--least-ranks" if least_ranks else None),
         knobs=features.knobs(pool),
         limits=features.limits(pool),
         dtype=pool.weights_dtype(),
@@ -163,24 +168,29 @@ def _view(asked: _Asked, *, least_memory: bool, least_ranks: bool) -> FitView:
         raise UserError("--least-memory and --least-ranks ask for two answers", remedy="keep one")
     inverse = "--least-memory" if least_memory else "--least-ranks" if least_ranks else None
     if inverse is not None and not isinstance(asked.goal, Workload):
-        raise UserError(
-            f"{inverse} needs a workload: a goal without an end would take every device",
-            need="--users, --prompt-tokens and --output-tokens",
-            remedy="say how many users with how many tokens",
-        )
+        raise _needs_workload(inverse)
     if least_ranks and asked.rank.size > 1:
         raise UserError("--least-ranks looks for the ranks itself", remedy="leave out --tp, --pp, --cp and --ep")
     card = _card(asked, sized=not least_memory)
     config = find_config(asked.model)
-    if least_memory:
-        return _least_memory(config, card, asked)
-    if least_ranks:
-        return _least_ranks(config, card, asked)
+    find = _least_memory if least_memory else _least_ranks if least_ranks else _fitted
+    view, warning = find(config, card, asked), dtype_warning_of(card, asked.dtype, config)
+    return replace(view, notes=(*view.notes, warning)) if warning else view
 
+
+def _fitted(config: ModelConfig, card: Card, asked: _Asked) -> FitView:
     from tonnage.planner.fit import fit
 
     made = fit(config, card=card, goal=asked.goal, rank=asked.rank, **asked.keywords())
     return _shown(made, asked, command=asked.command(made))
+
+
+def _needs_workload(inverse: str) -> UserError:
+    return UserError(
+        f"{inverse} needs a workload: a goal without an end would take every device",
+        need="--users, --prompt-tokens and --output-tokens",
+        remedy="say how many users with how many tokens: add --users N --prompt-tokens N --output-tokens N",
+    )
 
 
 def _card(asked: _Asked, *, sized: bool) -> Card:
@@ -192,15 +202,15 @@ def _card(asked: _Asked, *, sized: bool) -> Card:
                 need="--device NAME or --memory SIZE",
                 remedy="add --device H100, or --memory 80GiB for a device of that size",
             )
-        return card_of(None, "1GiB")
+        return card_of(None, "1GiB", verb="fit")
     if (
         not sized
         and asked.device is not None
         and asked.memory is None
         and asked.device.strip().lower() in ("host", "cpu")
     ):
-        return card_of(asked.device, "1GiB")
-    return card_of(asked.device, asked.memory)
+        return card_of(asked.device, "1GiB", verb="fit")
+    return card_of(asked.device, asked.memory, verb="fit")
 
 
 def _least_memory(config: ModelConfig, card: Card, asked: _Asked) -> FitView:
@@ -257,8 +267,11 @@ def _shown(
     notes: tuple[str, ...] = (),
     inverse: dict[str, object] | None = None,
 ) -> FitView:
+    from tonnage.planner.host_tier import held_text
     from tonnage.report.fit_table import FitView
+    from tonnage.report.idle import idle_settings
 
+    held = held_text(made.plans) if made.tier is None else ""
     return FitView(
         goal=asked.goal if isinstance(asked.goal, str) else asked.goal.told(),
         reached=made.reached,
@@ -267,7 +280,7 @@ def _shown(
         plan=made.plan if asked.stage is None else made.plans[asked.stage],
         plans=made.plans,
         command=command,
-        notes=(*made.notes, *notes),
+        notes=(*made.notes, *notes, *idle_settings(made.plan), *([held] if held else [])),
         inverse=inverse or {},
         host={} if made.tier is None else _tier(made.tier),
     )

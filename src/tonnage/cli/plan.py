@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tonnage.config import Knobs, LimitKnobs
+    from tonnage.costs.config import ModelConfig
     from tonnage.hardware import Card
     from tonnage.terms import MemoryPlan
 
@@ -49,7 +50,8 @@ def plan(
     if explain and as_json:
         raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")
     knobs, limits = features.knobs(pool), features.limits(pool)
-    card = card_of(device, memory)
+    card = card_of(device, memory, verb="plan")
+    check_stages(ranks)
 
     from tonnage.report import check_writable, plan_text, write_file
 
@@ -60,7 +62,7 @@ def plan(
     def plan_with(knobs: Knobs, limits: LimitKnobs, card: Card = card) -> MemoryPlan:
         return planning.plan(knobs, limits, card)
 
-    made = plan_like(like.like, knobs, limits, plan_with)
+    made = with_warnings(plan_like(like.like, knobs, limits, plan_with), planning, card)
     if output is not None:
         write_file(output, plan_text(made), force=force, flag="--output")
     if as_json:
@@ -108,14 +110,47 @@ def plan_like(
     return replace(made, warnings=(*made.warnings, *asked.notes))
 
 
-def card_of(device: str | None, memory: str | None) -> Card:
+def with_warnings(made: MemoryPlan, planning: Planning, card: Card) -> MemoryPlan:
+    """The plan with a warning for each setting without effect, for the host tier, which only plans know, and for a
+    dtype that the card cannot compute in."""
+    from dataclasses import replace
+
+    from tonnage.planner.host_tier import held_text
+    from tonnage.report.idle import idle_settings
+
+    found = [*idle_settings(made), dtype_warning_of(card, planning.dtype, planning.config)]
+    if made.host.kv_bytes:
+        stages = planning.stages(made.knobs, made.limit_knobs, card) if planning.rank.pp > 1 else (made,)
+        found.append(held_text(stages))
+    return replace(made, warnings=(*made.warnings, *filter(None, found)))
+
+
+def dtype_warning_of(card: Card, dtype: str | None, config: ModelConfig) -> str:
+    """Where the card has no arithmetic in the dtype asked for, or else the model's own; empty where it has."""
+    from tonnage.hardware import dtype_warning
+
+    return dtype_warning(card, dtype or config.dtype)
+
+
+def check_stages(ranks: RankOptions) -> None:
+    """Raises ``UserError`` for layers of several stages where their number was not given."""
+    counts = (ranks.stage_layers or "").split(",")
+    if ranks.pp is None and len(counts) > 1:
+        raise UserError(
+            f"--stage-layers {ranks.stage_layers} counts the layers of {len(counts)} pipeline stages, and there is one",
+            need=f"--pp {len(counts)}",
+            remedy=f"add --pp {len(counts)}, or leave --stage-layers out",
+        )
+
+
+def card_of(device: str | None, memory: str | None, *, verb: str) -> Card:
     """The device that the two flags name. Raises ``UserError`` for neither, or for both where they contradict."""
     from tonnage.hardware import card_for
 
     num_bytes = opt.read_bytes(memory, "--memory")
     if device is None and num_bytes is None:
         raise UserError(
-            "tonnage plan does not know the device",
+            f"tonnage {verb} does not know the device",
             need="--device NAME or --memory SIZE",
             remedy="add --device H100, or --memory 80GiB for a device of that size",
         )

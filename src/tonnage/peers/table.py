@@ -90,8 +90,7 @@ def _vllm() -> tuple[PeerKnob, ...]:
             aliases=("cuda_graph_sizes",)),
         row("max_loras", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
-        row("kv_offloading_size", "host_kv_bytes",
-            "vLLM gives it to all ranks together; here it is for one", read=read.gibibytes),
+        row("kv_offloading_size", "host_kv_bytes", read=read.gibibytes),
         row("cpu_offload_gb", differs="weights stay on the device here"),
         row("tensor_parallel_size", differs=RANKS, instead="--tp"),
         row("pipeline_parallel_size", differs=RANKS, instead="--pp"),
@@ -120,7 +119,7 @@ def _sglang() -> tuple[PeerKnob, ...]:
         row("cuda_graph_bs", "graphs", read=read.batch_sizes),
         row("max_loras_per_batch", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
-        row("hicache_size", "host_kv_bytes", "GB of 1000^3 bytes for each rank, without its ratio to the pool",
+        row("hicache_size", "host_kv_bytes", "GB of 1000^3 bytes for each rank; here it is for all together",
             read=_decimal_gigabytes),
         row("swa_full_tokens_ratio", differs="window layers get what their windows need here, not a share"),
         row("mamba_full_memory_ratio", differs="recurrent states get what max_batch_size needs here, not a share"),
@@ -154,7 +153,8 @@ def _trtllm() -> tuple[PeerKnob, ...]:
         row("batch_sizes", "graphs", read=read.batch_sizes, aliases=("cuda_graph_batch_sizes",)),
         row("max_loras", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
-        row("host_cache_size", "host_kv_bytes", read=read.size_or_unset),
+        row("host_cache_size", "host_kv_bytes", "a size for each rank; here it is for all together",
+            read=read.size_or_unset),
         row("max_attention_window", differs="windows are those of the model here"),
         row("cross_kv_cache_fraction", differs="cross attention gets what max_batch_size needs here, not a share"),
         row("fp8_context_mla_kv_len_cap", differs="attended_tokens is ours, in tokens of a step, not of a sequence"),
@@ -176,7 +176,7 @@ KNOBS: tuple[PeerKnob, ...] = (*_vllm(), *_sglang(), *_trtllm())
 
 
 def find_knob(engine: Engine, name: str, *, typed: str) -> PeerKnob:
-    """The knob called ``name`` in what was ``typed``, with dashes or underscores. Raises ``UserError`` with the closest name and the list."""
+    """The knob called ``name``, with dashes or underscores. Raises ``UserError`` with the closest name and the list."""
     plain = name.strip().lower().lstrip("-").replace("-", "_").rsplit(".", 1)[-1]
     known = {s: knob for knob in KNOBS if knob.engine is engine for s in (knob.name, *knob.aliases)}
     if plain not in known:

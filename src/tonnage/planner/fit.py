@@ -12,6 +12,7 @@ from shlex import quote
 from typing import Unpack
 
 from tonnage.budget.fit import Dimension, Fitted, Value, Values, best_goal, least_sacrifice, sacrificed
+from tonnage.config import Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.asked import Asked
@@ -28,6 +29,11 @@ from tonnage.units import format_bytes, round_down
 MOST_SEQUENCES = 4096
 #: Said where the most concurrency was asked for and no length.
 LENGTH_IS_OPEN = "sequences were counted at the longest that there is; max_seq_len says how long yours are"
+#: Said where the longest sequence that fits is the only one.
+ALONE = (
+    "one sequence as long as the device has room for leaves room for no other, so this goal says little while "
+    "max_seq_len is open: set it to the length of yours, and as many of them as fit are counted"
+)
 
 
 Met = Callable[[Plans], bool]
@@ -104,8 +110,11 @@ def _fit_concurrency(site: Site) -> Fit:
         raise AssertionError("the most that fits with everything given up fits")
     length = tightest(site.at({**made.as_mapping(), **settled}).plans()).limits.max_seq_len
     told = f"{most:,} sequence{'' if most == 1 else 's'} of {length:,} tokens at once"
+    if settled and most == 1:
+        told += ", the longest that fits, so no second one does: set max_seq_len to the length of yours"
     answered = _answer(site, Goal.MOST_CONCURRENCY, told, order, made, settled)
-    return replace(answered, notes=(LENGTH_IS_OPEN, *answered.notes)) if settled else answered
+    note = ALONE if most == 1 else LENGTH_IS_OPEN
+    return replace(answered, notes=(note, *answered.notes)) if settled else answered
 
 
 def _fit_workload(site: Site, workload: Workload) -> Fit:
@@ -233,7 +242,7 @@ def _flags(question: Question) -> tuple[str, ...]:
     """Every limit that was chosen or set, every knob that is set, ranks and backend, as they are typed."""
     limits = [(each.name, getattr(question.limit_knobs, each.name)) for each in fields(question.limit_knobs)]
     given = [(name, setting) for name, setting in (*limits, *question.knobs.items()) if setting.is_set]
-    found = [f"{_flag(name)} {setting.text or setting.value}" for name, setting in given if name != "prompt_logprobs"]
+    found = [_typed(name, setting) for name, setting in given if name != "prompt_logprobs"]
     found += ["--prompt-logprobs"] if question.limit_knobs.prompt_logprobs.value else []
     found += [f"--without {quote(claim)}" for claim in sorted(question.knobs.disabled_claims)]
     found += [] if question.backend == "sdpa" else [f"--attention {question.backend}"]
@@ -257,6 +266,10 @@ def _notes(question: Question, flags: Sequence[str]) -> tuple[str, ...]:
     if question.rank.attention_dp:
         found.append("every rank was asked to hold all sequences, though under attention_dp each serves its own")
     return tuple(found)
+
+
+def _typed(name: str, setting: Setting[object]) -> str:
+    return f"{_flag(name)} {quote(setting.text or str(setting.value))}"
 
 
 def _flag(name: str) -> str:

@@ -129,6 +129,19 @@ def sequence_bytes(plan: MemoryPlan, seq_tokens: int) -> int:
     )
 
 
+def held_text(plans: Sequence[MemoryPlan]) -> str:
+    """What the host memory that was given holds, for plans of one of each stage; empty where none was given."""
+    given, limits = plans[0].host.kv_bytes, plans[0].limits
+    each = sum(sequence_bytes(plan, limits.max_seq_len) * plan.rank.tp * plan.rank.cp for plan in plans)
+    if not given or not each:
+        return ""
+    number = given // each
+    return (
+        f"host_kv_bytes {format_bytes(given)} holds the cache of {number:,} more full-length "
+        f"sequence{'' if number == 1 else 's'} ({format_bytes(each)} each, over all ranks); {NOT_YET}"
+    )
+
+
 def milliseconds(seconds: Fraction) -> str:
     """``0.4 ms``, ``12 ms``, ``1,204 ms``: as exact as an assumed rate deserves."""
     tenths = round(seconds * 10_000)

@@ -46,7 +46,7 @@ def most_resident(site: Site, workload: Workload) -> int | None:
 def workload_refusal(site: Site, workload: Workload, order: Sequence[Dimension]) -> DoesNotFit:
     """The refusal: need, have, and what would help. Raises ``InvalidSetting`` where a setting is the reason."""
     resident = most_resident(site, workload)
-    need, have, need_told, have_told = _need(site, workload, order)
+    need, have, need_told, have_told = _need(site, workload, order, resident)
     question = site.first
     given_up = ", ".join(f"{name} {value}" for name, value in sacrificed(order).items())
     even = f", even with {given_up}" if given_up else ""
@@ -61,21 +61,34 @@ def workload_refusal(site: Site, workload: Workload, order: Sequence[Dimension])
     )
 
 
-def _need(site: Site, workload: Workload, order: Sequence[Dimension]) -> tuple[int, int, str | None, str | None]:
+def _need(
+    site: Site, workload: Workload, order: Sequence[Dimension], resident: int | None
+) -> tuple[int, int, str | None, str | None]:
     """Bytes needed, bytes there are, and both in words."""
     try:
         plans = site.at(sacrificed(order)).plans()
     except DoesNotFit as refused:
-        alone = f"{refused.need}, for one of the users alone" if workload.num_users > 1 else refused.need
+        all_of_them = f", for the sequence of one user beside what {workload.num_users:,} at once need"
+        alone = f"{refused.need}{all_of_them}" if workload.num_users > 1 else refused.need
         return refused.need_bytes, refused.have_bytes, alone, refused.have
     plan = tightest(plans)
     need, have = kv_bytes_for(plan, workload.num_users, workload.seq_tokens), plan.kv.bytes
+    # Not tokens: windows and states cost a sequence more than its tokens cost a longer one.
+    held = _held(plans, workload)
+    alike = "1 such user" if held == 1 else f"{held:,} such users"
+    beside = "" if held == (resident or 0) else f" beside what {workload.num_users:,} at once need"
     return (
         need,
         have,
         f"{format_bytes(need)} of KV ({need:,} bytes)",
-        f"{format_bytes(have)} of KV ({have:,} bytes), {plan.kv.tokens:,} tokens",
+        f"{format_bytes(have)} of KV ({have:,} bytes), room for {alike}{beside}",
     )
+
+
+def _held(plans: Plans, workload: Workload) -> int:
+    """Users whose whole sequences these pools hold."""
+    num_users, tokens = workload.num_users, workload.seq_tokens
+    return largest(lambda n: holds(plans, num_sequences=n, seq_tokens=tokens), low=1, high=num_users) or 0
 
 
 def _remedies(site: Site, workload: Workload, order: Sequence[Dimension], resident: int | None) -> list[str]:

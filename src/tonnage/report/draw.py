@@ -45,7 +45,7 @@ def show(parts: Iterable[RenderableType], console: Console) -> None:
     for place, part in enumerate(parts):
         if place:
             console.print()
-        console.print(part)
+        console.print(part, crop=False)  # a command line that is cut could not be pasted
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "") -> Table:

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from tonnage.report.run_json import RunFile
 
 
+#: Other files of ours, by the kind in their schema: what is in them, and what to do instead.
+OTHERS = {
+    "tonnage.fit": (
+        '; its plans are under "plans", one for each stage',
+        'cut one out (with jq, .plans[0]), or type what is under "command", with --output FILE',
+    ),
+    "tonnage.curve": ("; it holds the points of a picture", "run tonnage curve without --json to see them"),
+    "tonnage.diff": ("; it holds differences", "run tonnage diff without --json to see them"),
+}
+
+
 def read_file(path: str | Path) -> PlanFile | RunFile:
     """A plan file or a run file. Raises ``InputError`` with the path and what is wrong with it."""
     from tonnage.report import codec
@@ -25,8 +36,14 @@ def read_file(path: str | Path) -> PlanFile | RunFile:
         return run_from(document, file=str(path))
     if kind == PLAN_SCHEMA.split("/")[0]:
         return plan_from(document, file=str(path))
+    schema = document.get("schema")
+    if kind in OTHERS:
+        told, remedy = OTHERS[kind]
+        raise InputError(
+            f"{path} is a {schema} answer, and report shows plans and runs{told}", value=str(path), remedy=remedy
+        )
     raise InputError(
-        f"{path} has schema {document.get('schema')!r}, which is neither a plan nor a run",
+        f"{path} has schema {schema!r}, which is neither a plan nor a run",
         value=str(path),
         remedy=codec.REMEDY,
     )

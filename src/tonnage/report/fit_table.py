@@ -10,6 +10,7 @@ from tonnage.budget.fit import Dimension, Fitted
 from tonnage.report import codec
 from tonnage.report.draw import grid, hanging, show
 from tonnage.report.plan_json import plan_document
+from tonnage.report.shell import pasteable
 from tonnage.report.table import header, pool_text
 from tonnage.terms import MemoryPlan
 
@@ -81,10 +82,18 @@ def fit_parts(view: FitView, width: int) -> list[RenderableType]:
         parts.append(sacrifices_text(view, width))
     if view.host:
         parts.append(Text(hanging(str(view.host["told"]), "host tier  ", width)))
-    parts += [header(view.plan, width), pool_text(view.plan), Text.assemble(("To type: ", "bold"), view.command)]
+    parts += [header(view.plan, width), pool_text(view.plan), command_text(view, width)]
     if view.notes:
         parts.append(Text("\n".join(hanging(note, "! ", width) for note in view.notes), style="yellow"))
     return parts
+
+
+def command_text(view: FitView, width: int) -> Text:
+    """What to type, in rows that a shell reads as one; its own rows alone, so that they can be copied whole."""
+    from rich.text import Text
+
+    text = Text(no_wrap=True, overflow="ignore")
+    return text.append("To type:", "bold").append("\n" + pasteable(view.command, width))
 
 
 def goal_text(view: FitView, width: int) -> Text:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tonnage.peers.equivalent import Equivalent, Flag, equivalents
 from tonnage.report.draw import hanging
+from tonnage.report.shell import pasteable
 from tonnage.terms import MemoryPlan
 
 if TYPE_CHECKING:
@@ -38,12 +39,21 @@ def flags_text(plan: MemoryPlan, width: int) -> Text:
     """A paragraph for each engine: what to paste, the fraction instead of the size, and what it does left alone."""
     from rich.text import Text
 
-    text = Text.assemble(("About the same pool elsewhere", "bold"))
+    text = Text(no_wrap=True, overflow="ignore")
+    text.append("About the same pool elsewhere", "bold")
     for each in equivalents(plan):
         label = f"{each.engine.title:<14}"
-        text.append("\n" + hanging(command(each, (*each.limits, *each.exact)), label, width))
+        text.append("\n" + _shown(each, label, width))
         text.append("\n" + hanging(_aside(each), " " * len(label), width), "dim")
     return text
+
+
+def _shown(each: Equivalent, label: str, width: int) -> str:
+    """The flags behind the engine's name: rows that a shell reads as one, or an options file in one pair of braces."""
+    flags = command(each, (*each.limits, *each.exact))
+    if each.engine.name == "trtllm":
+        return hanging(flags, label, width)
+    return pasteable(flags, width, label=label, indent=" " * len(label))
 
 
 def command(each: Equivalent, flags: Sequence[Flag]) -> str:

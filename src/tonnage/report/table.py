@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 #: From this width on, reasons stand beside their lines; below it, under them.
 WIDE = 128
+#: Cells between and in the columns of numbers of the partition.
+NUMBERS = 24
+#: Below this width the steps' reasons stand under them too.
+NARROW_STEPS = 88
 
 
 def show_plan(plan: MemoryPlan, console: Console) -> None:
@@ -33,7 +37,7 @@ def plan_parts(plan: MemoryPlan, console: Console) -> list[RenderableType]:
     """The pieces of the view, top to bottom; empty ones are left out."""
     parts: list[RenderableType] = [header(plan, console.width), pool_text(plan), lines_text(plan, console)]
     if plan.steps:
-        parts.append(steps_table(plan))
+        parts.append(steps_table(plan) if console.width >= NARROW_STEPS else steps_text(plan, console.width))
     if plan.caps:
         parts.append(caps_table(plan))
     if any(claim.switched_off for claim in plan.not_charged):
@@ -67,7 +71,10 @@ def origin_text(setting: Setting[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """Columns of the partition, in cells; ``beside`` says whether reasons stand beside their lines."""
+    """Columns of the partition, in cells; ``beside`` says whether reasons stand beside their lines.
+
+    ``known`` is 0 where the console has no room for that column: then it stands under the line, before the reason.
+    """
 
     name: int
     bar: int
@@ -80,10 +87,11 @@ class _Widths:
         known = max([len(_known(line)) for line, _ in _walk(plan.lines)] + [len("known how")])
         name = max([len(line.name) for line in plan.lines] + [len("device")])
         # what the other columns leave, reasons beside the lines left out
-        bar = max(6, min(24, width - name - known - 24))
+        bar = max(6, min(24, width - name - known - NUMBERS))
         details = [len(line.name) + 2 * depth for line, depth in _walk(plan.lines) if depth]
         name = max([name, *(needed - bar - 2 for needed in details)])
-        return cls(name, bar, known, width, width >= WIDE)
+        has_room = name + bar + known + NUMBERS <= width
+        return cls(name, bar if has_room else 6, known if has_room else 0, width, width >= WIDE)
 
     @property
     def reason_at(self) -> int:
@@ -95,7 +103,8 @@ def lines_text(plan: MemoryPlan, console: Console) -> Text:
     from rich.text import Text
 
     widths, start = _Widths.of(plan, console.width), 0
-    title = f"{'line':<{widths.name}}  {'':<{widths.bar}}  {'bytes':>10}  {'share':>6}  {'known how':<{widths.known}}"
+    known = "known how" if widths.known else ""
+    title = f"{'line':<{widths.name}}  {'':<{widths.bar}}  {'bytes':>10}  {'share':>6}  {known:<{widths.known}}"
     text = Text.assemble(((title + ("  why" if widths.beside else "")).rstrip(), "dim"))
     shown = [(line, depth) for line, depth in _walk(plan.lines) if line.bytes]
     for place, (line, depth) in enumerate(shown):
@@ -103,8 +112,11 @@ def lines_text(plan: MemoryPlan, console: Console) -> Text:
         bar = slice_bar(start, size, plan.device_bytes, width=widths.bar, ascii_only=console.options.ascii_only)
         text.append_text(_row(line, depth, bar, plan.device_bytes, widths))
         after = shown[place + 1][0].reason if place + 1 < len(shown) else ""
-        if line.reason and (line.reason != after or widths.beside):  # neighbours with one reason share it
-            text.append(_reason(line.reason, depth, widths), "dim italic")
+        told = line.reason if line.reason != after or widths.beside else ""  # neighbours with one reason share it
+        if not widths.known:
+            told = ": ".join(each for each in (_known(line), told) if each)
+        if told:
+            text.append(_reason(told, depth, widths), "dim italic")
         start += size
     total = f"{format_bytes(plan.device_bytes):>10}  {share(start, plan.device_bytes):>6}"
     text.append(f"\n{'device':<{widths.name + widths.bar + 2}}  {total}", "bold")
@@ -123,7 +135,8 @@ def _row(line: Line, depth: int, bar: str, device_bytes: int, widths: _Widths) -
     if not depth:
         text.append(bar + "  ", COLOURS.get(line.kind, "dim"))
     text.append(f"{format_bytes(line.bytes):>10}  {share(line.bytes, device_bytes):>6}  ", dim)
-    return text.append(_known(line).ljust(widths.known if widths.beside and line.reason else 0), "dim")
+    known = _known(line) if widths.known else ""
+    return text.append(known.ljust(widths.known if widths.beside and line.reason else 0), "dim")
 
 
 def _reason(reason: str, depth: int, widths: _Widths) -> str:
@@ -165,6 +178,19 @@ def steps_table(plan: MemoryPlan) -> Table:
     """The derivation, one operation a row."""
     rows = [(step.name, step.op, _amount(step), _left(step), step.reason) for step in plan.steps]
     return grid(["step", "op", "amount>", "leaves>", "why"], rows, title="How the pool was found")
+
+
+def steps_text(plan: MemoryPlan, width: int) -> Text:
+    """The derivation for a narrow console: reasons under their steps."""
+    from rich.text import Text
+
+    name = max(len(step.name) for step in plan.steps)
+    op = max(len(step.op) for step in plan.steps)
+    text = Text.assemble(("How the pool was found", "bold"))
+    for step in plan.steps:
+        text.append(f"\n{step.name:<{name}}  {step.op:<{op}}  {_amount(step):>10}  {_left(step):>10}")
+        text.append("\n" + hanging(step.reason, "  ", width), "dim italic")
+    return text
 
 
 def caps_table(plan: MemoryPlan) -> Table:
