@@ -11,6 +11,7 @@ import transformers
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.encoders import _CLASS_SIZES
 from tonnage.costs.price import weights_price
+from tonnage.costs.reading import LIKE_BART, LIKE_T5
 from tonnage.terms import Source
 
 TEXT = {
@@ -73,3 +74,17 @@ def test_a_vision_part_of_few_words(model_type, text, vision, changes):
 def test_sizes_are_those_that_the_class_assumes(kind):
     library = transformers.AutoConfig.for_model(kind).to_dict()
     assert {key: library[key] for key in _CLASS_SIZES[kind]} == _CLASS_SIZES[kind]
+
+
+@pytest.mark.parametrize("model_type", sorted({*LIKE_T5, *LIKE_BART}))
+def test_encoders_and_decoders_are_priced_within_their_bar(model_type):
+    """Relative positions, norms and a few biases are what the arithmetic leaves out: below 2 %."""
+    library = transformers.AutoConfig.for_model(model_type)
+    with torch.device("meta"):
+        model = transformers.AutoModelForSeq2SeqLM.from_config(library)
+    num_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    quantity = weights_price(ModelConfig.from_dict(library.to_dict()), dtype="bf16").quantity
+    assert quantity.source == Source.PREDICTED
+    assert quantity.low < num_bytes < quantity.high
+    if model_type != "led":  # its encoder has a second set of projections, for global attention
+        assert abs(quantity.bytes - num_bytes) * 50 < num_bytes

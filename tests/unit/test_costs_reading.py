@@ -7,6 +7,7 @@ import pytest
 from tonnage.config import LimitKnobs, Setting
 from tonnage.costs.config import ASSUMED_POSITIONS, ModelConfig
 from tonnage.costs.price import weights_price
+from tonnage.costs.quantised import Packing, Span
 from tonnage.errors import InvalidSetting, ModelConfigError, UnsupportedModel
 from tonnage.planner.limits import resolve_limits
 from tonnage.terms import Source
@@ -220,8 +221,9 @@ def test_an_unknown_model_type_is_read_like_a_llama():
     quantity, exact = weights_price(unknown).quantity, weights_price(known).quantity
     assert (quantity.bytes, quantity.source) == (exact.bytes, Source.PREDICTED)
     assert quantity.low * 5 < quantity.bytes * 4 < quantity.high * 4
-    with pytest.raises(ModelConfigError, match="num_hidden_layers is missing"):
+    with pytest.raises(ModelConfigError, match="num_hidden_layers is missing") as caught:
         ModelConfig.from_dict({"model_type": "llama9", "hidden_size": 64})
+    assert "not known to this release" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -256,3 +258,36 @@ def test_one_byte_an_element_and_few_for_scales(packing, bytes_each):
     quantity = weights_price(read(LLAMA, quantization_config=packing)).quantity
     scales = quantity.bytes - rest - matrices * bytes_each
     assert 0 < scales < matrices // 10
+
+
+@pytest.mark.parametrize(
+    ("block", "scales"), [([128, 128], 2 * 3), ([1, 128], 200 * 3), ([64, 128], 4 * 3), ([128, 64], 2 * 5)]
+)
+def test_a_block_of_any_shape_has_one_scale(block, scales):
+    config = read(LLAMA, quantization_config={"quant_method": "fp8", "weight_block_size": block})
+    assert Packing.of(config).span(200, 300) == Span.exact(200 * 300 + 4 * scales)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [("W8A16", "int8"), ("W8A8_SQ_PER_CHANNEL", "int8"), ("FP8", "fp8"), ("NVFP4", "nvfp4"), ("W4A16_AWQ", "int4")],
+)
+def test_what_the_algorithms_of_one_tool_keep_in_memory(algorithm, name):
+    packing = {"quant_method": "modelopt", "quant_algo": algorithm}
+    assert read(LLAMA, quantization_config=packing).quantisation.format == name
+
+
+def test_relative_positions_are_none():
+    """mT5's published files give no length at all."""
+    raw = {key: value for key, value in T5_SMALL.items() if key != "n_positions"}
+    config = read(raw, model_type="mt5", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    assert (config.max_position_embeddings, config.encoder_tokens) == (ASSUMED_POSITIONS, None)
+    assert limits(config, max_seq_len=4096).max_encoder_tokens == 8192
+
+
+def test_nllb_is_read_like_bart():
+    """NLLB-200-distilled-600M: 615,073,792 parameters published."""
+    raw = {**BART, "model_type": "m2m_100", "vocab_size": 256_206}
+    quantity = weights_price(read(raw)).quantity
+    assert quantity.low < 4 * 615_073_792 < quantity.high
+    assert abs(quantity.bytes - 4 * 615_073_792) * 100 < quantity.bytes

@@ -20,7 +20,7 @@ from tonnage.costs.layers import Attention, Latent, Layer, Quantisation, Recurre
 from tonnage.costs.mixers import draft_mixers, layer_mixers
 from tonnage.costs.packing import quantisation
 from tonnage.costs.patterns import Kind, layer_kinds, num_layers
-from tonnage.costs.reading import LARGEST_LAYERS, Fields, is_known
+from tonnage.costs.reading import LARGEST_LAYERS, LIKE_BART, LIKE_T5, Fields, is_known
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UnsupportedModel
 
 
@@ -230,11 +230,11 @@ def _draft_layers(fields: Fields, kinds: tuple[Kind, ...], parts: FeedForwards) 
 
 
 #: Their files say that embeddings are not tied, or nothing.
-_TIED = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+_TIED = (*LIKE_T5, *LIKE_BART)
 
 #: Models without learned or rotary positions, whose files may give no length; and the one they get here, that of the
 #: longest models published.
-_ANY_LENGTH = ("bloom", "t5", "mpt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma")
+_ANY_LENGTH = (*LIKE_T5, "bloom", "mpt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma")
 ASSUMED_POSITIONS = 1_048_576
 
 

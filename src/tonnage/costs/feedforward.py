@@ -7,12 +7,12 @@ from functools import cache
 
 from tonnage.costs.layers import Dense, Experts, FeedForward
 from tonnage.costs.patterns import Kind
-from tonnage.costs.reading import Fields
+from tonnage.costs.reading import LIKE_BART, LIKE_T5, Fields
 
 #: Families with two matrices where most have three.
 _UNGATED = frozenset((
     "gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "bloom", "falcon", "mpt", "codegen", "gpt_bigcode", "starcoder2",
-    "phi", "nemotron", "nemotron_h", "persimmon", "arcee", "apertus", "whisper", "bart", "RefinedWeb",
+    "phi", "nemotron", "nemotron_h", "persimmon", "arcee", "apertus", "whisper", *LIKE_BART, "RefinedWeb",
     "RefinedWebModel",
 ))  # fmt: skip
 #: Families whose classes take four times the width where the file is silent.
@@ -32,7 +32,7 @@ class FeedForwards:
     def __init__(self, fields: Fields, kinds: tuple[Kind, ...]) -> None:
         self.fields, self.kinds = fields, kinds
         self.is_gated = fields.model_type not in _UNGATED
-        if fields.model_type == "t5":
+        if fields.model_type in LIKE_T5:
             self.is_gated = "gated" in str(fields.own.get("feed_forward_proj", "")) or fields.flag("is_gated_act")
         experts = fields.at_layer("num_experts", len(kinds) - 1) or 0
         if fields.model_type.startswith("gemma4") and not fields.flag("enable_moe_block"):

@@ -54,7 +54,7 @@ def _format(fields: Fields, raw: Mapping[str, object], method: str) -> tuple[str
         return _integers(fields, bits), group if group > 0 else None
     if method in ("fp8", "fbgemm_fp8", "finegrained_fp8"):
         block = raw.get("weight_block_size")
-        # Blocks are squares; per matrix row the elements that share a scale are the last number.
+        # Rows and columns of a block: along a matrix row the elements that share a scale are the last number.
         return "fp8", block[-1] if isinstance(block, list) and block and isinstance(block[-1], int) else None
     if method == "bitsandbytes":
         if raw.get("load_in_4bit") or raw.get("_load_in_4bit"):
@@ -79,6 +79,8 @@ def _modelopt(fields: Fields, raw: Mapping[str, object]) -> tuple[str, int | Non
         return "nvfp4", _whole(part, "group_size", default=16)
     if "W4A16" in algorithm or "W4A8" in algorithm:
         return "int4", _whole(part, "group_size", default=128)
+    if algorithm.startswith(("W8A16", "W8A8_SQ", "INT8")):
+        return "int8", None
     if "MXFP4" in algorithm:
         return "mxfp4", 32
     if "FP8" in algorithm or algorithm == "MIXED_PRECISION":

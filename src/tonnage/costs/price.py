@@ -31,7 +31,7 @@ from tonnage.terms import Quantity, Rank, Source
 UNKNOWN_FRACTION = Fraction(2, 100)
 #: Families whose layers share weights, or have parts that config.json does not tell, and how far that can be off.
 ROUGH = (
-    "bart", "biogpt", "jetmoe", "longcat_flash", "phi4_multimodal", "qwen2_5_omni_text", "recurrent_gemma", "whisper",
+    "biogpt", "jetmoe", "led", "longcat_flash", "phi4_multimodal", "qwen2_5_omni_text", "recurrent_gemma", "whisper",
     "zamba", "zamba2",
 )  # fmt: skip
 ROUGH_FRACTION = Fraction(50, 100)

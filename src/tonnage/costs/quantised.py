@@ -160,10 +160,17 @@ def _fp8(packing: Packing, rows: int, columns: int) -> Span:
         each = 1 if size == 32 else _FLOAT16
         return Span(bytes=elements + scales * each, low=elements + scales, high=elements + scales * _FLOAT32)
     if size:
-        return Span.exact(elements + ceil_div(rows, size) * ceil_div(columns, size) * _FLOAT32)
+        return Span.exact(elements + ceil_div(rows, _block_rows(packing, size)) * ceil_div(columns, size) * _FLOAT32)
     per_matrix, per_row = elements + 2 * _FLOAT32, elements + rows * _FLOAT32
     best = per_row if method in ("compressed-tensors", "fbgemm_fp8") else per_matrix
     return Span(bytes=best, low=elements + _FLOAT32, high=per_row + 2 * _FLOAT32)
+
+
+def _block_rows(packing: Packing, columns: int) -> int:
+    """Rows of a block that has one scale: as the file says, or as many as columns."""
+    block = packing.options.get("weight_block_size")
+    first = block[0] if isinstance(block, list) and len(block) > 1 else columns
+    return first if isinstance(first, int) and first > 0 else columns
 
 
 def _int8(packing: Packing, rows: int, columns: int) -> Span:

@@ -30,7 +30,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("padded_vocab_size",),
     "max_position_embeddings": (
         "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length", "model_max_length",
-        "max_target_positions",
+        "max_target_positions", "max_decoder_position_embeddings",
     ),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
     "num_experts_per_tok": ("num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"),
@@ -83,11 +83,17 @@ _ESSENTIAL = frozenset(
 _STATE_ONLY = frozenset(("mamba", "mamba2", "falcon_mamba"))
 
 _PUBLISHED = "use the config.json that was published with the model"
+_UNMET = "its model_type is not known to this release, and reading it like a Llama needs this field: add it"
+
+#: Encoders and decoders built like T5's and like BART's.
+LIKE_T5 = ("t5", "mt5", "umt5", "longt5")
+LIKE_BART = ("bart", "mbart", "m2m_100", "pegasus", "marian", "blenderbot", "blenderbot-small", "plbart", "mvp", "led")
 
 #: Families that the readers know by rules of their own, though no class defaults are kept for them.
 _BY_RULE = frozenset(
     ("RefinedWeb", "RefinedWebModel", "biogpt", "cohere2_moe", "exaone_moe", "flex_olmo", "glm4_moe_lite",
-     "granite_swa", "longcat_flash", "phi4_multimodal", "qwen2_5_omni_text", "deci", "nemotron-nas")
+     "granite_swa", "longcat_flash", "phi4_multimodal", "qwen2_5_omni_text", "deci", "nemotron-nas",
+     *LIKE_T5, *LIKE_BART)
 )  # fmt: skip
 
 
@@ -127,7 +133,7 @@ class Fields:
         """A whole number from 1 to ``most``; raises ``ModelConfigError`` where it is missing or is none."""
         value = self.value(key)
         if value is None:
-            raise self.error(key, "is missing")
+            raise self.error(key, "is missing", remedy=_PUBLISHED if is_known(self.model_type) else _UNMET)
         return self._whole(key, value, least=1, most=most)
 
     def optional(self, key: str, default: int = 0) -> int:
