@@ -47,7 +47,7 @@ def test_report_says_what_a_file_is(tonnage: Program, tmp_path: Path, command: s
     assert (ended.code, ended.out) == (2, "")
     for piece in told.split("|"):
         assert piece in ended.err
-    assert "report shows plans and runs" in ended.err
+    assert "only plans and runs can be shown or compared" in ended.err
 
 
 def test_a_card_without_bfloat16_is_told_and_float16_is_not(tonnage: Program) -> None:

@@ -40,7 +40,9 @@ def read_file(path: str | Path) -> PlanFile | RunFile:
     if kind in OTHERS:
         told, remedy = OTHERS[kind]
         raise InputError(
-            f"{path} is a {schema} answer, and report shows plans and runs{told}", value=str(path), remedy=remedy
+            f"{path} is a {schema} answer, and only plans and runs can be shown or compared{told}",
+            value=str(path),
+            remedy=remedy,
         )
     raise InputError(
         f"{path} has schema {schema!r}, which is neither a plan nor a run",
