@@ -144,6 +144,26 @@ def test_a_knob_that_is_not_followed_is_refused_by_name(name):
         made(case, **{name: case.value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_util_for_resume", HALF),
+        ("state_dtype", "float16"),
+        ("fp8_context_mla_kv_len_cap", 16_384),
+        ("disk_cache_path", str(ROOT)),
+        ("window_shares", (HALF, HALF)),
+    ],
+)
+def test_a_knob_that_this_plan_has_no_use_for_is_told(name, value):
+    case = Case(value=value)
+    plan = made(case, **{name: value})
+    assert [text for text in plan.warnings if text.startswith(f"{name} has no effect")]
+    assert plan.kv == made(case).kv
+    assert not [text for text in made(case).warnings if "no effect" in text]
+    used = made(CASES[name], **{name: CASES[name].value})
+    assert not [text for text in used.warnings if "no effect" in text]
+
+
 def test_the_page_says_which():
     text = (ROOT / "docs/reference-policy.md").read_text(encoding="utf-8")
     for name in knob_names():

@@ -35,6 +35,31 @@ def refuse_unfollowed(knobs: ReferenceKnobs) -> None:
     _refuse(UNFOLLOWED_VARIABLES, knobs.environment, usual.environment)
 
 
+def without_effect(knobs: ReferenceKnobs, *, has_states: bool, has_shares: bool, has_cap: bool) -> list[str]:
+    """A sentence for each knob that was set and that this plan has no use for.
+
+    has_states  the cache holds recurrent states;  has_shares: V1 shares bytes between windows
+    has_cap     scratch is reserved for attended tokens
+    """
+    used = {
+        "max_util_for_resume": (knobs.manager == "V2", "only the page manager keeps part of its quota"),
+        "state_dtype": (has_states, "no layer of this rank keeps a state"),
+        "fp8_context_mla_kv_len_cap": (has_cap, "no scratch is reserved for attended tokens"),
+        "disk_cache_path": (knobs.disk_cache_bytes, "disk_cache_bytes is not set"),
+        "window_shares": (has_shares, "the block manager has one window here, or another manager runs"),
+    }
+    usual = ReferenceKnobs()
+    return [
+        f"{name} has no effect: {why}"
+        for name, (is_used, why) in used.items()
+        if not is_used and _value(knobs, name) != _value(usual, name)
+    ]
+
+
+def _value(knobs: ReferenceKnobs, name: str) -> object:
+    return getattr(knobs if hasattr(knobs, name) else knobs.environment, name)
+
+
 def _refuse(unfollowed: Mapping[str, str], given: object, usual: object) -> None:
     for name, functions in unfollowed.items():
         value = getattr(given, name)

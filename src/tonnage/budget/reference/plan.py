@@ -15,7 +15,7 @@ from typing import NoReturn
 from tonnage.budget.charges import not_charged
 from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.reference.estimation import Method
-from tonnage.budget.reference.followed import refuse_unfollowed
+from tonnage.budget.reference.followed import refuse_unfollowed, without_effect
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.reference.manager import chosen_manager
 from tonnage.budget.reference.mla import cap_warning
@@ -26,7 +26,7 @@ from tonnage.budget.reference.steps import caps_of, steps_of
 from tonnage.budget.reference.tokens import resumable_tokens
 from tonnage.budget.words import counted
 from tonnage.errors import DoesNotFit
-from tonnage.layout import blocks_per_sequence
+from tonnage.layout import KVGroupKind, blocks_per_sequence
 from tonnage.terms import HostPlan, KVPool, Measured, MemoryPlan, NotCharged, Quantity, StagePeak
 from tonnage.units import format_bytes
 
@@ -47,10 +47,7 @@ def reference_plan(
     asked = Asked(inputs=inputs, knobs=knobs, backend=backend, is_chunk_bounded=is_chunk_bounded)
     solved = solve(asked, inputs.measured)
     price, limits, caps = solved.price, inputs.limits, caps_of(asked, solved)
-    # Beams share nothing that can be relied on: each may need blocks for the whole sequence.
-    sequence = knobs.max_beam_width * blocks_per_sequence(
-        limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens
-    )
+    sequence = _sequence_blocks(asked, solved)
     if solved.units < sequence:
         _refuse(asked, solved, sequence)
     lines, missing_bytes = partition(
@@ -70,7 +67,6 @@ def reference_plan(
     )
     attended_cap = agreed_cap([solved.derived.workspace.cap_tokens, inputs.ranks_attended])
     warnings = _warnings(asked, solved, missing_bytes=missing_bytes, attended_cap=attended_cap)
-    fallback = (chosen.warning,) if chosen.warning else ()
     return MemoryPlan(
         rank=inputs.measured.rank,
         device_name=inputs.device_name,
@@ -87,10 +83,17 @@ def reference_plan(
         limits=limits,
         limit_knobs=inputs.limit_knobs,
         fingerprint=inputs.fingerprint,
-        warnings=(*inputs.warnings, *fallback, *warnings),
+        warnings=(*inputs.warnings, *([chosen.warning] if chosen.warning else []), *warnings),
         not_charged=_not_charged(inputs, solved),
         policy="reference",
     )
+
+
+def _sequence_blocks(asked: Asked, solved: Solved) -> int:
+    """Of the longest sequence. Beams share nothing that can be relied on: each may need all of them."""
+    limits = asked.inputs.limits
+    alone = blocks_per_sequence(limits.max_seq_len, solved.price.block_tokens, extra_tokens=limits.extra_tokens)
+    return asked.knobs.max_beam_width * alone
 
 
 def _pool(inputs: PlanInputs, solved: Solved) -> KVPool:
@@ -173,6 +176,12 @@ def _warnings(asked: Asked, solved: Solved, *, missing_bytes: int, attended_cap:
         found.append(capped)
     if knobs.max_gpu_total_bytes and not solved.obeys_byte_cap:
         found.append("max_gpu_total_bytes does not limit uniform pools of the block manager; max_tokens does")
+    found += without_effect(
+        knobs,
+        has_states=asked.cache.has(KVGroupKind.STATE),
+        has_shares=knobs.manager == "V1" and asked.cache.is_variable_window,
+        has_cap=attended_cap is not None,
+    )
     return found
 
 
