@@ -1,4 +1,4 @@
-"""Encoder output and cache: what an image or a sound becomes before the text model reads it.
+"""Encoder output and cache: what a picture, a sound or a source text becomes before the text model reads it.
 
 Trigger: the model has an encoder and requests may use it. Formula: the output of max_encoder_tokens tokens (a vector of
 the text model's width for each, one more for every level that is fed into deeper layers; where the encoder merges some,
@@ -34,15 +34,16 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
         LineKind.TRANSIENT,
         Lifetime.STEP,
         budget,
-        "embeddings of the largest picture or sound, kept until its prompt is computed; without it that request would "
-        "run out of memory between encoder and model; switched off, requests with pictures or sounds are refused",
+        "what the encoder makes of one step's pictures, sounds or source texts, kept until the prompts are computed; "
+        "without it the largest would run out of memory between encoder and model; switched off, requests that need "
+        "the encoder are refused",
     )
     cache = _claim(
         "encoder cache",
         LineKind.TABLES,
         Lifetime.LAZY,
         limits.encoder_cache_bytes,
-        "embeddings of pictures and sounds that may come again; it fills under traffic and would crowd out the cache "
+        "what the encoder made of inputs that may come again; it fills under traffic and would crowd out the cache "
         "of keys and values; switched off, each is encoded anew",
     )
     found = (
