@@ -247,7 +247,7 @@ class PoolPrice:
         if not self.grows:
             return self.most_units
         units = 1
-        while self.kv_bytes(units) <= budget_bytes:
+        while self.kv_bytes(units) - self.kv_bytes(0) <= budget_bytes:
             units *= 2
         return units
 

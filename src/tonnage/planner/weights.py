@@ -24,7 +24,8 @@ def checkpoint_of(model: str) -> Checkpoint | None:
         return None
     if not is_there:
         return None
-    return read_checkpoint(path if path.is_dir() else path.parent)
+    is_itself = path.is_dir() or path.suffix.lower() == ".gguf"
+    return read_checkpoint(path if is_itself else path.parent)
 
 
 def weights_of(
