@@ -12,10 +12,12 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import shapes
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tonnage.budget.plan import PlanInputs, plan
+from tonnage.budget.search import smallest
 from tonnage.config import Knobs, LimitKnobs, Limits, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, InvalidSetting
@@ -67,7 +69,10 @@ def check_round_trip(knobs: Knobs, limits: LimitKnobs, plan_with: PlanWith, *, p
     made = plan_with(knobs, limits)
     facts = PlanFacts.of(made)
     unit_tokens = min((g.block_tokens for g in made.kv.layout.groups if g.block_tokens), default=1)
-    unit_bytes = made.kv.layout.slab_bytes * len(made.kv.layout.groups)
+    largest = max(g.block_tokens for g in made.kv.layout.groups)
+    unit_bytes = made.kv.layout.slab_bytes * sum(
+        -(-largest // (g.block_tokens or largest)) for g in made.kv.layout.groups
+    )
     denominators = dict(zip(("vllm", "sglang", "trtllm"), (facts.device, facts.before, facts.rest), strict=True))
     for each in equivalents(made):
         assert each.exact
@@ -215,3 +220,30 @@ def test_plans_of_models(place: tuple[ModelConfig, Card]) -> None:
         done += 1
     assert done >= 3
     assert len(ENGINES) == 3
+
+
+@pytest.mark.parametrize("key", ["gemma-3-27b", "qwen3.6-27b"])
+def test_a_share_that_is_printed_is_never_refused(key: str) -> None:
+    """From the smallest device upwards: pools of one sequence, states, windows."""
+    config = shapes.config(key)
+    limits = LimitKnobs(max_seq_len=Setting.flag(8192, "8192", "--max-seq-len"))
+
+    def on(num_mib: int) -> PlanWith:
+        card = generic_card(num_mib * MiB)
+        return lambda knobs, limits: plan_without_device(config, card=card, knobs=knobs, limit_knobs=limits)
+
+    def fits(num_mib: int) -> bool:
+        try:
+            on(num_mib)(Knobs(), limits)
+        except DoesNotFit:
+            return False
+        return True
+
+    least = smallest(fits, low=1, high=400 * 1024)
+    assert least is not None
+    printed = []
+    for more in (0, 16, 4096):
+        plan_with = on(least + more)
+        check_round_trip(Knobs(), limits, plan_with, page_bytes=2 * MiB)
+        printed.append(all(each.fraction for each in equivalents(plan_with(Knobs(), limits))))
+    assert (printed[0], printed[-1]) == (False, True)

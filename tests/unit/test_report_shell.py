@@ -81,7 +81,9 @@ def test_a_narrow_plan_keeps_to_its_columns(width: int) -> None:
     plan = plan_without_device(find_config(str(config)), card=find_card("H100"))
     show_plan(plan, Console(file=out, width=width, highlight=False, markup=False, emoji=False))
     lines = out.getvalue().split("About the same pool elsewhere")[0].splitlines()
-    assert not [row for row in lines if row.startswith(("derived", "predicted", "assumed", "declared", "how"))]
+    assert not [
+        row for row in lines if row.startswith(("derived", "predicted", "assumed", "declared", "how", "at once"))
+    ]
     told = " ".join(out.getvalue().split())
     assert "derived: the model's parameters lie in one arena" in told or "known how" in told
     assert max(map(len, (row.rstrip() for row in lines))) <= width

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tonnage.config import DEFAULT_BLOCK_TOKENS
 from tonnage.hardware import CUDA_PAGE_BYTES
-from tonnage.layout import KVGroupKind
+from tonnage.layout import KVGroupKind, KVLayout
 from tonnage.peers.engines import SGLANG, TRTLLM, VLLM, Engine
 from tonnage.peers.facts import PlanFacts
 from tonnage.terms import MemoryPlan
@@ -147,9 +147,14 @@ def _alone(plan: MemoryPlan, facts: PlanFacts, share: str, whole: int) -> tuple[
     """The share of ``whole``, unless typed back it may give less than the smallest pool there can be; and why not."""
     if not facts.kv:
         return "", ()
-    blocks = plan.kv.layout.slab_bytes * len(plan.kv.layout.groups)
-    lost = whole // ONE + 1 + blocks + PAGES_BYTES
+    lost = whole // ONE + 1 + _unit_bytes(plan.kv.layout) + PAGES_BYTES
     return (share, ()) if share and facts.kv - lost >= facts.least else ("", (NO_SHARE,))
+
+
+def _unit_bytes(layout: KVLayout) -> int:
+    """What a pool grows by at once: as many tokens as the largest block holds, in blocks of every group."""
+    tokens = max((group.block_tokens for group in layout.groups), default=0)
+    return layout.slab_bytes * sum(ceil_div(tokens, group.block_tokens or tokens or 1) for group in layout.groups)
 
 
 def _block_tokens(plan: MemoryPlan) -> int:

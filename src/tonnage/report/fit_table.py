@@ -82,7 +82,7 @@ def fit_parts(view: FitView, width: int) -> list[RenderableType]:
         parts.append(sacrifices_text(view, width))
     if view.host:
         parts.append(Text(hanging(str(view.host["told"]), "host tier  ", width)))
-    parts += [header(view.plan, width), pool_text(view.plan), command_text(view, width)]
+    parts += [header(view.plan, width), pool_text(view.plan, width), command_text(view, width)]
     if view.notes:
         parts.append(Text("\n".join(hanging(note, "! ", width) for note in view.notes), style="yellow"))
     return parts

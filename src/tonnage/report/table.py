@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tonnage.config import Origin, Setting
 from tonnage.layout import group_families
-from tonnage.report.draw import COLOURS, grid, hanging, plural, share, show, slice_bar, spread
+from tonnage.report.draw import COLOURS, PIPED_WIDTH, grid, hanging, plural, share, show, slice_bar, spread
 from tonnage.report.flags import flags_text
 from tonnage.report.plan_json import bytes_per_token
 from tonnage.terms import Line, MemoryPlan, Step
@@ -35,7 +35,11 @@ def show_plan(plan: MemoryPlan, console: Console) -> None:
 
 def plan_parts(plan: MemoryPlan, console: Console) -> list[RenderableType]:
     """The pieces of the view, top to bottom; empty ones are left out."""
-    parts: list[RenderableType] = [header(plan, console.width), pool_text(plan), lines_text(plan, console)]
+    parts: list[RenderableType] = [
+        header(plan, console.width),
+        pool_text(plan, console.width),
+        lines_text(plan, console),
+    ]
     if plan.steps:
         parts.append(steps_table(plan) if console.width >= NARROW_STEPS else steps_text(plan, console.width))
     if plan.caps:
@@ -146,7 +150,7 @@ def _reason(reason: str, depth: int, widths: _Widths) -> str:
     return ("  " if widths.beside else "\n" + " " * at) + ("\n" + " " * at).join(told)
 
 
-def pool_text(plan: MemoryPlan) -> Text:
+def pool_text(plan: MemoryPlan, width: int = PIPED_WIDTH) -> Text:
     """The pool in blocks, tokens and full-length sequences."""
     from rich.text import Text
 
@@ -164,8 +168,11 @@ def pool_text(plan: MemoryPlan) -> Text:
     if plan.rank.cp > 1:
         text.append(f", spread over {plan.rank.cp} ranks of context parallelism")
     text.append("\n          room for ")
-    text.append(plural(plan.max_concurrency, "full-length sequence"), "bold")
-    text.append(f" of {plan.limits.max_seq_len:,} tokens at once")
+    sequences = plural(plan.max_concurrency, "full-length sequence")
+    of_tokens = f" of {plan.limits.max_seq_len:,} tokens"
+    fits = len(f"          room for {sequences}{of_tokens} at once") <= width
+    text.append(sequences, "bold")
+    text.append(of_tokens + (" at once" if fits else "\n          at once"))
     if kv.guaranteed_tokens != kv.reachable_tokens:
         text.append(f"\n          {kv.guaranteed_tokens:,} tokens guaranteed, ")
         text.append(f"{kv.reachable_tokens:,} while scratch is lent")
