@@ -75,7 +75,8 @@ def test_a_fit_is_a_fixed_point(card: Card, goal: Goal | Workload, data: st.Data
     pinned = from_flags(replace(made, flags=tuple(flag for flag in made.flags if flag.split()[0] in kept)))
     again = fit(LLAMA_8B, card=card, goal=goal, **pinned)
     assert set(again.flags) == set(made.flags)
-    assert (again.reached, again.plan.kv) == (made.reached, made.plan.kv)
+    assert again.plan.kv == made.plan.kv
+    assert made.reached.startswith(again.reached)  # an open length says in addition that it was open
 
 
 def every(site: Site, goal: Workload, met) -> dict[str, object] | None:
