@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.models import find_config
@@ -28,13 +27,18 @@ from tonnage.planner.remedies import with_remedies
 from tonnage.planner.weights import checkpoint_of
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank
 
+if TYPE_CHECKING:
+    from tonnage.budget.reference.knobs import ReferenceKnobs
+
 __all__ = [
     "check_knobs",
     "checkpoint_of",
     "claims_for",
     "find_config",
     "plan_measured",
+    "plan_ranks",
     "plan_without_device",
+    "question_for",
     "refuse_own_money",
     "refuse_planned_only",
     "resolve_limits",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Required, TypedDict
+from typing import TYPE_CHECKING, Required, TypedDict
 
-from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
@@ -13,6 +12,9 @@ from tonnage.hardware import Card
 from tonnage.planner.question import Question
 from tonnage.planner.weights import weights_of
 from tonnage.terms import Rank
+
+if TYPE_CHECKING:
+    from tonnage.budget.reference.knobs import ReferenceKnobs
 
 
 class Asked(TypedDict, total=False):

@@ -1,22 +1,23 @@
-"""Which policy answers a question: our own, or the reference's derivation with the reference's own knobs."""
+"""Which policy answers a question: our own, or the reference's derivation with the reference's own knobs.
+
+The reference's rooms are imported where its knobs are given: most plans are ours, and a plan should be quick.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.plan import plan
-from tonnage.budget.reference.knobs import ReferenceKnobs
-from tonnage.budget.reference.plan import reference_plan
-from tonnage.budget.reference.windows import layer_windows
 from tonnage.config import Knobs, LimitKnobs, Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention
-from tonnage.declarations import attention_shapes
-from tonnage.declarations.trtllm_mla import reference_chunk_bounded
 from tonnage.errors import InvalidSetting
 from tonnage.terms import MemoryPlan, Rank
+
+if TYPE_CHECKING:
+    from tonnage.budget.reference.knobs import ReferenceKnobs
 
 #: Our knobs about money: the reference has its own, so a set value would have no effect.
 _OURS = ("total_bytes", "keep_free_bytes", "kv_bytes", "kv_tokens", "kv_fraction", "block_tokens", "kv_dtype")
@@ -27,6 +28,10 @@ def answered(inputs: PlanInputs, *, config: ModelConfig, kv_dtype: str, referenc
     """The plan by our own policy, or by the reference's where its knobs are given. Raises as they do."""
     if reference is None:
         return plan(inputs)
+    from tonnage.budget.reference.plan import reference_plan
+    from tonnage.declarations import attention_shapes
+    from tonnage.declarations.trtllm_mla import reference_chunk_bounded
+
     shapes = attention_shapes(config, kv_dtype=kv_dtype, rank=inputs.measured.rank)
     bounded = all(reference_chunk_bounded(shape, inputs.chip.sm) for shape in shapes)
     return reference_plan(inputs, reference, is_chunk_bounded=bounded)
@@ -79,6 +84,8 @@ def windows_by(reference: ReferenceKnobs | None, config: ModelConfig, *, max_seq
     pattern = None if reference is None else reference.max_attention_window
     if reference is None or pattern is None:
         return config
+    from tonnage.budget.reference.windows import layer_windows
+
     mixers = [mixer for layer in config.layers for mixer in layer.mixers]
     if not _is_plain(config) or min(pattern) < 0:
         raise InvalidSetting(
@@ -122,7 +129,7 @@ _ENCODER_LIMITS = {"encoder_cache_max_bytes": "encoder_cache_bytes", "encoder_ma
 
 
 def _encoder_limits(reference: ReferenceKnobs, limits: Limits, asked: LimitKnobs) -> dict[str, Any]:
-    usual, found = ReferenceKnobs(), {}
+    usual, found = type(reference)(), {}
     has_encoder = bool(limits.max_encoder_tokens or limits.encoder_cache_bytes)
     for knob, limit in _ENCODER_LIMITS.items():
         value, is_default = getattr(reference, knob), getattr(reference, knob) == getattr(usual, knob)

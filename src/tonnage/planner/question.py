@@ -6,10 +6,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import tonnage
 from tonnage.budget.inputs import PlanInputs
-from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.budget.search import largest
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs, Limits
 from tonnage.costs.checkpoint import Checkpoint
@@ -26,6 +26,9 @@ from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, ref
 from tonnage.planner.predict import predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
+
+if TYPE_CHECKING:
+    from tonnage.budget.reference.knobs import ReferenceKnobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from tonnage.costs.checkpoint import Checkpoint, read_checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.families import FAMILIES
-from tonnage.costs.price import weights_price
 from tonnage.costs.ranks import rank_shape
 from tonnage.costs.weights import weights_layout
 from tonnage.planner.drafts import draft_rank
@@ -45,6 +44,8 @@ def weights_of(
     target = _target(config, dtype=dtype, rank=rank, checkpoint=checkpoint, drafts=drafts and draft is None)
     if draft is None or not rank_shape(config, rank).has_head:
         return target
+    from tonnage.costs.price import weights_price
+
     beside = weights_price(draft, rank=draft_rank(rank)).quantity
     return Quantity(
         bytes=target.bytes + beside.bytes,
@@ -70,5 +71,7 @@ def weights_for(question: Question, rank: Rank) -> Quantity:
 def _target(config: ModelConfig, *, dtype: str, rank: Rank, checkpoint: Checkpoint | None, drafts: bool) -> Quantity:
     if not config.unsupported and config.model_type in FAMILIES:
         return weights_layout(config, dtype=dtype, rank=rank).quantity()
+    from tonnage.costs.price import weights_price  # only where there is no arena: its rooms are many
+
     with_mtp = drafts and bool(config.mtp_layers)
     return weights_price(config, dtype=dtype, rank=rank, checkpoint=checkpoint, with_mtp=with_mtp).quantity
