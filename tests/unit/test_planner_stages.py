@@ -7,6 +7,7 @@ import re
 import pytest
 import shapes
 
+from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import card_for, generic_card
@@ -93,3 +94,17 @@ def test_scratch_set_aside_whole_may_be_set_aside_for_less():
     bounded = Knobs(scratch=Setting("reserve"), kv_dtype=Setting("fp8"), attended_tokens=Setting(int(bound[1])))
     (made,) = plan_ranks(shapes.config("deepseek-v2-lite"), knobs=bounded, **asked)
     assert made.attended_cap == int(bound[1])
+
+
+@pytest.mark.parametrize("key", ["gemma-2-27b", "qwen3.6-27b"])
+def test_the_reference_policy_shares_them_too(key):
+    made = plan_ranks(
+        shapes.config(key),
+        card=generic_card(400 * GiB),
+        limit_knobs=limits(max_seq_len=4096, max_batch_size=8),
+        rank=pipeline(3),
+        reference=ReferenceKnobs(),
+    )
+    assert len({plan.kv.tokens for plan in made}) == len({plan.max_concurrency for plan in made}) == 1
+    for plan in made:
+        assert sum(line.bytes for line in plan.lines) == plan.device_bytes

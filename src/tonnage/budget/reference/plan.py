@@ -78,7 +78,7 @@ def reference_plan(
         kv=_pool(inputs, solved),
         host=HostPlan(kv_bytes=knobs.host_cache_bytes or 0, disk_bytes=knobs.disk_cache_bytes or 0),
         attended_cap=attended_cap,
-        max_concurrency=solved.units // sequence,
+        max_concurrency=min(n for n in (solved.units // sequence, inputs.ranks_sequences) if n is not None),
         knobs=inputs.knobs,
         limits=limits,
         limit_knobs=inputs.limit_knobs,
@@ -97,14 +97,13 @@ def _sequence_blocks(asked: Asked, solved: Solved) -> int:
 
 
 def _pool(inputs: PlanInputs, solved: Solved) -> KVPool:
-    tokens = solved.units * solved.price.block_tokens
     return KVPool(
         layout=inputs.layout,
         num_slabs=solved.price.num_slabs(solved.units),
         bytes=solved.pool_bytes,
-        tokens=tokens,
-        guaranteed_tokens=tokens,
-        reachable_tokens=tokens,
+        tokens=solved.tokens,
+        guaranteed_tokens=solved.tokens,
+        reachable_tokens=solved.tokens,
     )
 
 

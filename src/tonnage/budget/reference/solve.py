@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -19,9 +20,9 @@ from tonnage.budget.reference.sides import Sides, sides, uncharged
 from tonnage.budget.reference.split import encoder_and_decoder
 from tonnage.budget.reference.tokens import tokens_for_budget
 from tonnage.errors import DoesNotFit
-from tonnage.layout import KVGroupKind
+from tonnage.layout import KVGroupKind, blocks_per_sequence
 from tonnage.terms import Measured
-from tonnage.units import format_bytes
+from tonnage.units import ceil_div, format_bytes
 
 #: Chunks that the reference's chunked latent path expands at once.
 CHUNK_BUFFERS = 4
@@ -53,6 +54,7 @@ class Solved:
     price: PoolPrice
     found: Sized
     units: int
+    tokens: int
     cross_bytes: int
     obeys_byte_cap: bool
 
@@ -90,9 +92,8 @@ def solve(asked: Asked, measured: Measured) -> Solved:
     price = PoolPrice.of(inputs.layout, base, limits=inputs.limits, page_bytes=inputs.page_bytes, cp=measured.rank.cp)
     cross = _cross_bytes(asked, price, derived.pool_bytes)
     found = _sized(asked, knobs, derived, price, cross_bytes=cross, free_bytes=free)
-    units = largest_pool(price, found)
-    if inputs.ranks_tokens is not None:
-        units = min(units, inputs.ranks_tokens // price.block_tokens)
+    units = min(largest_pool(price, found), ranks_units(inputs, price))
+    tokens = units * price.block_tokens
     return Solved(
         how=how,
         sides=claimed,
@@ -100,7 +101,8 @@ def solve(asked: Asked, measured: Measured) -> Solved:
         derived=derived,
         price=price,
         found=found,
-        units=units,
+        units=int(units),
+        tokens=int(tokens if inputs.ranks_tokens is None else min(tokens, inputs.ranks_tokens)),
         cross_bytes=cross,
         obeys_byte_cap=max_bytes_works(
             knobs.manager,
@@ -108,6 +110,18 @@ def solve(asked: Asked, measured: Measured) -> Solved:
             is_hybrid=asked.cache.has(KVGroupKind.STATE),
         ),
     )
+
+
+def ranks_units(inputs: PlanInputs, price: PoolPrice) -> int | float:
+    """Units for what the smallest rank holds, rounded up: stages may differ in the tokens of a unit, and each has room.
+
+    Infinite where there is one rank, or the others are not known yet.
+    """
+    if inputs.ranks_tokens is None:
+        return math.inf
+    limits = inputs.limits
+    sequence = blocks_per_sequence(limits.max_seq_len, price.block_tokens, extra_tokens=limits.extra_tokens)
+    return max(ceil_div(inputs.ranks_tokens, price.block_tokens), (inputs.ranks_sequences or 0) * sequence)
 
 
 def reading_of(measured: Measured) -> ProbeReading:

@@ -6,7 +6,7 @@ import math
 
 from tonnage.budget.reference.estimation import Method
 from tonnage.budget.reference.knobs import ReferenceKnobs
-from tonnage.budget.reference.solve import Asked, Solved
+from tonnage.budget.reference.solve import Asked, Solved, ranks_units
 from tonnage.budget.words import counted
 from tonnage.terms import Cap, Step
 from tonnage.units import format_bytes
@@ -94,7 +94,7 @@ def _unit_steps(pool_bytes: int, asked: Asked, solved: Solved) -> list[Step]:
     steps = [
         Step(name="blocks", op="tokens for", reason=each, before=pool_bytes, operand=price.slab_bytes, after=affordable)
     ]
-    tokens = solved.units * price.block_tokens
+    tokens = solved.tokens
     if tokens < affordable:
         name = _held_by(asked, solved)
         reason = f"{name if name != 'budget' else 'what the manager counts for a token'} allows no more"
@@ -126,7 +126,7 @@ def caps_of(asked: Asked, solved: Solved) -> tuple[Cap, ...]:
     elif solved.found.limit:
         found.append((solved.found.limit, whole(solved.found.pool_bytes), solved.found.limit))
     if asked.inputs.ranks_tokens is not None:
-        found.append(("ranks", price.kv_bytes(asked.inputs.ranks_tokens // price.block_tokens), "the smallest rank"))
+        found.append(("ranks", price.kv_bytes(int(ranks_units(asked.inputs, price))), "the smallest rank"))
     binding = min(range(len(found)), key=lambda i: found[i][1])
     return tuple(
         Cap(name=name, kv_bytes=kv_bytes, setting=setting, binding=i == binding, reason=_WHY[name])
