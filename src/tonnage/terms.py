@@ -388,7 +388,7 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """What the plan takes from host memory beside the device, in bytes."""
+    """What the plan takes from host memory beside the device, in bytes, for all ranks together."""
 
     kv_bytes: int = 0
     pinned_bytes: int = 0
