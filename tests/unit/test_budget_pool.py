@@ -178,28 +178,32 @@ def test_a_window_never_costs_more_than_full_attention(rows, window, step, units
     assert windowed.total_bytes(units) <= full.total_bytes(units)
 
 
-@given(st.integers(1, 6), st.integers(1, 150), st.integers(1, 80), st.integers(1, 64), st.integers(1, 24), st.data())
-def test_a_pool_holds_the_sequences_that_it_is_named_after(whole, part, length, window, step, data):
-    """So many of full length and a part of one, a step's tokens prefilled anywhere: counted block by block."""
-    part = min(part, length)
-    pool = price(FULL, replace(WINDOW, window=window), at=limits(rows=whole + 1, length=length, step=step))
-    lengths = [length] * whole + [part]
-    left = step
-    steps = []
-    for tokens in lengths:  # how many of each sequence's last tokens this step computes
-        steps.append(data.draw(st.integers(0, min(left, tokens))))
-        left -= steps[-1]
+BLOCKS = st.sampled_from([4, 8, 16, 40, 96])
 
-    def held(tokens: int, computed: int) -> int:
-        """Blocks that hold a token which the first of the computed ones can still see."""
-        oldest = max(0, tokens - max(computed, 1) - (window - 1))
-        return -(-tokens // 16) - oldest // 16
 
-    full = sum(-(-tokens // 16) for tokens in lengths)
-    seen = sum(held(tokens, computed) for tokens, computed in zip(lengths, steps, strict=True))
-    priced = sum(group.blocks_of_sequences(whole + 1) for group in pool.groups) if part == length else None
-    units = whole * -(-length // 16) + -(-part // 16)
-    # Sequences end inside blocks and a unit does not, so the tokens of a pool are whole blocks of each sequence.
-    assert full + seen <= max(pool.num_slabs(units), priced or 0) + whole + 1
-    if priced is not None:
-        assert full + seen <= priced
+@given(st.integers(1, 6), st.integers(1, 80), st.integers(1, 64), st.integers(1, 24), BLOCKS, BLOCKS, st.data())
+def test_a_pool_holds_the_sequences_that_it_is_named_after(count, length, window, step, full_block, window_block, data):
+    """So many of full length, one prefilling a step's tokens and the others decoding: counted block by block."""
+    full, windowed = replace(FULL, block_tokens=full_block), replace(WINDOW, block_tokens=window_block, window=window)
+    pool = price(full, windowed, at=limits(rows=count, length=length, step=step))
+    computed = [1] * count
+    computed[data.draw(st.integers(0, count - 1))] = min(length, step)
+
+    def held(tokens: int, block: int, oldest: int) -> int:
+        return -(-tokens // block) - oldest // block
+
+    needed = sum(held(length, full_block, 0) for _ in range(count))
+    for new in computed:  # from the oldest token that the first of the new ones can still see
+        needed += held(length, window_block, max(0, length - new - (window - 1)))
+    priced = sum(group.blocks_of_sequences(count) for group in pool.groups)
+    units = count * -(-length // pool.block_tokens)
+    assert needed <= priced == pool.num_slabs(units)
+
+
+@given(st.integers(1, 4), st.integers(1, 80), st.lists(groups(), min_size=1, max_size=4))
+def test_so_many_sequences_are_so_many_units(count, length, found):
+    """However the groups' blocks differ: the fit, which counts sequences, and the plan, which counts units, agree."""
+    pool = price(*found, at=limits(rows=4, length=length, encoder=10))
+    units = count * -(-length // pool.block_tokens)
+    if pool.grows:
+        assert pool.num_slabs(units) == sum(group.blocks_of_sequences(count) for group in pool.groups)

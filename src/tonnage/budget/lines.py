@@ -53,7 +53,7 @@ def _left_over(solved: Solved) -> list[Line]:
     rounding = budget.pool - price.total_bytes(affordable)
     leaves = {"total_bytes": budget.room - budget.cap, "kv_fraction": budget.rest - budget.pool}
     if not price.grows:
-        rounding, leaves["limits"] = 0, rounding
+        rounding, leaves[solved.binding.name] = 0, rounding
     elif num_blocks < affordable:
         leaves[solved.binding.name] = price.total_bytes(affordable) - price.total_bytes(num_blocks)
     block = f"less than one block of {format_bytes(price.block_bytes)} in whole pages"
@@ -76,11 +76,8 @@ def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int], limits:
         source=Source.DERIVED,
         ref="what the other lines leave, in whole blocks; low and high follow theirs",
     )
-    reason = (
-        f"{counted(num_blocks, 'block')} of {counted(price.block_tokens, 'token')}, {format_bytes(price.slab_bytes)} "
-        "each"
-    )
     if len(price.groups) == 1:
+        reason = _why_only_group(price, num_blocks, limits=limits)
         return quantity_line("kv", quantity, kind=LineKind.KV, maker=Maker.ARENA, reason=reason)
     children = tuple(
         _exact(
@@ -94,6 +91,16 @@ def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int], limits:
     )
     reason = f"{counted(price.num_slabs(num_blocks), 'slab')} of {format_bytes(price.slab_bytes)}, shared by all groups"
     return quantity_line("kv", quantity, kind=LineKind.KV, maker=Maker.ARENA, reason=reason, children=children)
+
+
+def _why_only_group(price: PoolPrice, num_blocks: int, *, limits: Limits) -> str:
+    (group,) = price.groups
+    each = f"{format_bytes(price.slab_bytes)} each"
+    if group.is_fixed:
+        return f"{counted(price.num_slabs(num_blocks), 'state')}, {each}: {why_fixed(group, limits)}"
+    if group.window is not None:
+        return f"{_why_group(group, price, num_blocks, limits=limits)}; {each}"
+    return f"{counted(num_blocks, 'block')} of {counted(price.block_tokens, 'token')}, {each}"
 
 
 def _why_group(group: GroupPrice, price: PoolPrice, num_blocks: int, *, limits: Limits) -> str:

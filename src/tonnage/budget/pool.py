@@ -4,14 +4,15 @@ The pool is one array of equal slabs; a block of any group of layers fills one. 
 sequences hold them: as many whole ones of max_seq_len as there are, and a part of one more. What a group needs for T
 of them depends on what its layers keep; with S the blocks of one whole sequence there:
 
-full, latent   every token:                  ceil(T / block)
-window         what the windows show:        S for each whole sequence, and what the part has; and ceil(tokens of a step
-                                             / block) once, for what a step adds before anything falls out of a window
+full, latent   every token:                  S for each whole sequence, and what the part has
+window         what the windows show:        the same, of what they show; and ceil(tokens of a step / block) once, for
+                                             what a step adds before anything falls out of a window
 state          one a sequence, and a spare:  max_batch_size + 1, whatever T is
 cross          the encoder's tokens:         max_batch_size * ceil(encoder tokens / block), whatever T is
 
-Shorter sequences show more windows for as many tokens, so a pool holds fewer of their tokens than it is named after;
-who admits them counts blocks. A window never takes more than it would if it saw everything.
+Shorter sequences show more windows for as many tokens, and a step that computes pieces of many sequences may touch a
+block more of each, so a pool holds fewer such tokens than it is named after; who admits them counts blocks. A window
+never takes more than it would if it saw everything.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class GroupPrice:
     """What groups of layers that are alike take; each of them as many blocks.
 
     fixed_blocks      of a group that does not depend on the tokens; None: it does
-    sequence_tokens   of the longest sequence, as far as they lie on this rank
+    sequence_tokens   of the longest sequence, as far as they lie on this rank, in whole units of the pool
+    sequence_blocks   that see every one of them
     window_blocks     the most that a window can show, wherever it starts, and with tokens that may be rejected; None:
                       the layers see every token
     step_blocks       what a step adds to windows before anything falls out of them
@@ -50,16 +52,26 @@ class GroupPrice:
     groups: tuple[KVGroup, ...]
     fixed_blocks: int | None = None
     sequence_tokens: int = 1
+    sequence_blocks: int = 1
     window_blocks: int | None = None
     step_blocks: int = 0
     cp: int = 1
 
     @classmethod
-    def of(cls, *groups: KVGroup, limits: Limits, name: str = "", cp: int = 1) -> GroupPrice:
-        """By what the layers of the groups keep; see the module. Of a sequence every cp-th block is on this rank."""
+    def of(cls, *groups: KVGroup, limits: Limits, unit: int, name: str = "", cp: int = 1) -> GroupPrice:
+        """By what the layers of the groups keep; see the module. ``unit``: tokens of the pool's unit on this rank, on
+        which every cp-th block of a sequence is."""
         first, name = groups[0], name or groups[0].name
         tokens = ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
-        priced = cls(name=name, groups=groups, fixed_blocks=_fixed_blocks(first, limits), sequence_tokens=tokens, cp=cp)
+        fixed = _fixed_blocks(first, limits)
+        priced = cls(
+            name=name,
+            groups=groups,
+            fixed_blocks=fixed,
+            sequence_tokens=round_up(tokens, unit),
+            sequence_blocks=0 if fixed is not None else ceil_div(tokens, first.block_tokens),
+            cp=cp,
+        )
         if first.window is None or priced.is_fixed:
             return priced
         shown = window_blocks(first.window, first.block_tokens, extra_tokens=limits.extra_tokens)
@@ -89,11 +101,7 @@ class GroupPrice:
         """Blocks that so many sequences of full length need, each in blocks of its own."""
         if self.fixed_blocks is not None:
             return len(self.groups) * self.fixed_blocks
-        every = num_sequences * ceil_div(self.sequence_tokens, self.block_tokens)
-        if self.window_blocks is None:
-            return len(self.groups) * every
-        shown = num_sequences * self._shown(self.sequence_tokens) + ceil_div(self.step_blocks, self.cp)
-        return len(self.groups) * min(every, shown)
+        return len(self.groups) * self._held(num_sequences, 0)
 
     def used_bytes(self, tokens: int) -> int:
         """Bytes in use in those blocks."""
@@ -102,17 +110,17 @@ class GroupPrice:
     def _blocks_of_one(self, tokens: int) -> int:
         if self.fixed_blocks is not None:
             return self.fixed_blocks
-        every = ceil_div(tokens, self.block_tokens)
+        whole, part = divmod(tokens, self.sequence_tokens)
+        return self._held(whole, min(ceil_div(part, self.block_tokens), self.sequence_blocks))
+
+    def _held(self, whole: int, part_blocks: int) -> int:
+        """Blocks of one group for so many whole sequences, and a part of one that would have ``part_blocks``."""
+        every = whole * self.sequence_blocks + part_blocks
         if self.window_blocks is None:
             return every
-        whole, part = divmod(tokens, self.sequence_tokens)
-        shown = whole * self._shown(self.sequence_tokens) + self._shown(part)
-        return min(every, shown + ceil_div(self.step_blocks, self.cp))
-
-    def _shown(self, tokens: int) -> int:
-        """Blocks of this rank that windows show of one sequence of so many of its tokens."""
-        assert self.window_blocks is not None
-        return ceil_div(min(ceil_div(tokens * self.cp, self.block_tokens), self.window_blocks), self.cp)
+        shown = ceil_div(self.window_blocks, self.cp)
+        held = whole * min(self.sequence_blocks, shown) + min(part_blocks, shown)
+        return min(every, held + ceil_div(self.step_blocks, self.cp))
 
 
 def _fixed_blocks(group: KVGroup, limits: Limits) -> int | None:
@@ -147,10 +155,12 @@ class PoolPrice:
     @classmethod
     def of(cls, layout: KVLayout, charges: Charges, *, limits: Limits, page_bytes: int, cp: int = 1) -> PoolPrice:
         """The price list for one layout at the limits."""
+        unit = unit_tokens(layout) or ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
         groups = tuple(
-            GroupPrice.of(*alike, limits=limits, name=name, cp=cp) for name, alike in group_families(layout).items()
+            GroupPrice.of(*alike, limits=limits, unit=unit, name=name, cp=cp)
+            for name, alike in group_families(layout).items()
         )
-        local_tokens = unit_tokens(layout) or ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
+        local_tokens = unit
         block_tokens = local_tokens * cp
         return cls(
             groups=groups,
@@ -252,7 +262,9 @@ class PoolPrice:
         return units
 
     def _unit_bytes(self, group: GroupPrice) -> int:
-        return len(group.groups) * self.slab_bytes * self.local_tokens // group.block_tokens
+        """No more than a unit takes on average: a whole sequence may fill its last block better than its units say."""
+        slabs = len(group.groups) * self.slab_bytes * self.local_tokens
+        return min(slabs // group.block_tokens, slabs * group.sequence_blocks // group.sequence_tokens)
 
 
 def unit_tokens(layout: KVLayout) -> int:

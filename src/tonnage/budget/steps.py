@@ -50,13 +50,16 @@ def _unit_steps(pool: int, solved: Solved) -> list[Step]:
     """Bytes to whole blocks, counted in tokens; then the cap that allows fewer."""
     price = solved.price
     if not price.grows:
-        reason = "nothing grows with the tokens, so it is as many as the limits ask for"
-        return [Step(name="limits", op="tokens for", reason=reason, before=pool, operand=0, after=solved.tokens)]
+        reason = (
+            f"nothing grows with the tokens, so they are as many as {solved.binding.setting} asks for, and cost nothing"
+        )
+        name = solved.binding.name
+        return [Step(name=name, op="tokens for", reason=reason, before=pool, operand=0, after=solved.tokens)]
     affordable = price.blocks_within(pool) * price.block_tokens
     first = price.block_bytes * (price.num_slabs(1) - price.fixed_slabs)
     growing = f", beside {', '.join(demand.name for demand in price.demands)}" if price.demands else ""
     block = f"{counted(price.block_tokens, 'token')}, {format_bytes(first)} each"
-    if any(group.window for group in price.groups) and len(price.groups) > 1:
+    if any(group.window for group in price.groups):
         block += " until windows are full"
     each = f"whole blocks of {block}{growing}, in whole pages"
     steps = [Step(name="blocks", op="tokens for", reason=each, before=pool, operand=first, after=affordable)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tonnage.budget.pool import GroupPrice
+from tonnage.budget.pool import GroupPrice, unit_tokens
 from tonnage.terms import LineKind, MemoryPlan
 
 #: The line of what is left over because blocks are whole. It is free memory to another engine.
@@ -62,7 +62,8 @@ class PlanFacts:
 
 def _least(plan: MemoryPlan) -> int:
     layout = plan.kv.layout
-    prices = (GroupPrice.of(group, limits=plan.limits, cp=plan.rank.cp) for group in layout.groups)
+    unit = unit_tokens(layout) or 1
+    prices = (GroupPrice.of(group, limits=plan.limits, unit=unit, cp=plan.rank.cp) for group in layout.groups)
     return layout.slab_bytes * sum(price.blocks_of_sequences(1) for price in prices)
 
 

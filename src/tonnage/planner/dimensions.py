@@ -76,15 +76,17 @@ def halved(most: int, least: int) -> tuple[int, ...]:
 
 
 def with_values(question: Question, values: Values) -> Question:
-    """The question with the values in force. ``max_num_tokens`` is never below ``max_batch_size``; graphs are named
-    for the batch size there is."""
+    """The question with the values in force. ``max_num_tokens`` is never below what ``max_batch_size`` sequences decode
+    in a step; graphs are named for the batch size there is."""
     limits: dict[str, Any] = {}
     for name in ("max_seq_len", "max_batch_size"):
         if name in values:
             limits[name] = _chosen(name, int(values[name]), question)
     rows = int(values.get("max_batch_size", question.limit_knobs.max_batch_size.or_else(1)))
     if "max_num_tokens" in values:
-        limits["max_num_tokens"] = _chosen("max_num_tokens", max(rows, int(values["max_num_tokens"])), question)
+        limits["max_num_tokens"] = _chosen(
+            "max_num_tokens", max(rows * question.step_tokens, int(values["max_num_tokens"])), question
+        )
     knobs: dict[str, Any] = {}
     if values.get("graphs", ALL_GRAPHS) != ALL_GRAPHS:
         knobs["graphs"] = Setting(graphs_text(str(values["graphs"]), rows), None, Origin.FIT, CHOSEN)
@@ -118,7 +120,7 @@ def _rows(question: Question, least: int) -> tuple[int, ...]:
     """From the usual batch size to what the goal needs; within a step that was set, and room for graphs that were."""
     usual = HOST_MAX_BATCH_SIZE if question.card.kind == "host" else DEFAULT_MAX_BATCH_SIZE
     least = max(least, largest_graph(question))
-    most = min(usual, question.limit_knobs.max_num_tokens.or_else(usual))
+    most = min(usual, question.limit_knobs.max_num_tokens.or_else(usual * question.step_tokens) // question.step_tokens)
     return halved(max(most, least), least)
 
 

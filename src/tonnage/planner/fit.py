@@ -185,9 +185,11 @@ def _rows(values: Values, goal: int, site: Site) -> dict[str, Value]:
 
 
 def _most_rows(site: Site) -> int:
-    """A batch size that was set, or as many rows as the step that was set has tokens."""
-    asked = site.first.limit_knobs
-    return asked.max_batch_size.or_else(min(MOST_SEQUENCES, asked.max_num_tokens.or_else(MOST_SEQUENCES)))
+    """A batch size that was set, or as many rows as the step that was set has tokens for."""
+    asked, step = site.first.limit_knobs, site.first.step_tokens
+    return asked.max_batch_size.or_else(
+        min(MOST_SEQUENCES, asked.max_num_tokens.or_else(MOST_SEQUENCES * step) // step)
+    )
 
 
 def _at_once(num_sequences: int) -> Met:

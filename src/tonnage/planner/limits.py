@@ -60,11 +60,11 @@ def resolve_limits(
         _check_whole(name, getattr(asked, name), least=0)
     seq_len = _seq_len(config, asked.max_seq_len, fitted_seq_len)
     longest = asked.max_seq_len.or_else(config.max_position_embeddings)
-    step_tokens = 1 + _num_drafts(asked, has_draft=has_draft)
+    step_tokens = 1 + num_drafts(asked, has_draft=has_draft)
     batch, tokens = _batch_and_tokens(asked, seq_len=longest, on_host=device_kind == "host", step_tokens=step_tokens)
     settings = replace(asked, max_seq_len=seq_len, max_batch_size=batch, max_num_tokens=tokens)
     num_rows, num_tokens = batch.or_else(1), tokens.or_else(1)
-    drafts = _num_drafts(asked, has_draft=has_draft)
+    drafts = num_drafts(asked, has_draft=has_draft)
     limits = Limits(
         max_seq_len=seq_len.or_else(1),
         max_batch_size=num_rows,
@@ -95,7 +95,7 @@ def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_dr
     adapters = asked.max_adapters.or_else(0)
     encoder_tokens = num_tokens if config.encoder_tokens is None else config.encoder_tokens
     return {
-        "max_draft_tokens": _num_drafts(asked, has_draft=has_draft),
+        "max_draft_tokens": num_drafts(asked, has_draft=has_draft),
         "lookahead_steps": asked.lookahead_steps.or_else(0),
         "max_adapters": adapters,
         "max_adapter_rank": asked.max_adapter_rank.or_else(DEFAULT_ADAPTER_RANK) if adapters else 0,
@@ -121,7 +121,8 @@ def _seq_len(config: ModelConfig, asked: Setting[int], fitted: int | None) -> Se
     return asked
 
 
-def _num_drafts(asked: LimitKnobs, *, has_draft: bool) -> int:
+def num_drafts(asked: LimitKnobs, *, has_draft: bool) -> int:
+    """Tokens drafted ahead for every sequence in a step."""
     return asked.max_draft_tokens.or_else(DEFAULT_DRAFT_TOKENS if has_draft else 0)
 
 

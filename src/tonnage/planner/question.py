@@ -21,7 +21,7 @@ from tonnage.layout import KVLayout
 from tonnage.planner.claims import claims_for, without
 from tonnage.planner.drafts import draft_warnings, with_draft_layers
 from tonnage.planner.knobs import check_knobs
-from tonnage.planner.limits import resolve_limits
+from tonnage.planner.limits import num_drafts, resolve_limits
 from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money, windows_by
 from tonnage.planner.predict import predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
@@ -57,6 +57,11 @@ class Question:
     reference: ReferenceKnobs | None = None
     draft: ModelConfig | None = None
     checkpoint: Checkpoint | None = None
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a decode step computes for every running sequence: its next one, and its drafts."""
+        return 1 + num_drafts(self.limit_knobs, has_draft=self.draft is not None)
 
     @property
     def block_tokens(self) -> int:

@@ -115,7 +115,14 @@ def _priced(question: Question, name: str, value: int) -> Question:
 
 def _in_force(question: Question) -> Limits:
     """What a limit is lowered from: defaults of the device included."""
-    return resolve_limits(question.config, question.limit_knobs, device_kind=question.card.kind)[0]
+    return resolve_limits(
+        question.config,
+        question.limit_knobs,
+        device_kind=question.card.kind,
+        disabled_claims=question.knobs.disabled_claims,
+        graphs=question.knobs.graphs,
+        has_draft=question.draft is not None,
+    )[0]
 
 
 def _smaller_seq_len(aim: Aim) -> str | None:
@@ -128,7 +135,7 @@ def smaller_num_tokens(aim: Aim) -> str | None:
     """A smaller step, where it does not have to be measured first."""
     if aim.question.measured is not None:
         return None  # the probes ran at this size; a smaller one would have to be measured again
-    least = aim.question.limit_knobs.max_batch_size.or_else(1)
+    least = aim.question.limit_knobs.max_batch_size.or_else(1) * aim.question.step_tokens
     now = _in_force(aim.question).max_num_tokens
     found = largest(lambda n: aim.with_limit("max_num_tokens", n), low=least, high=now - 1)
     return None if found is None else f"lower max_num_tokens to {found}"
@@ -268,8 +275,13 @@ def _less_keep_free(aim: Aim) -> str | None:
 def _more_memory(aim: Aim) -> str | None:
     size = _enough_memory(aim)
     if size is not None:
-        return f"use a device of at least {size}" if aim.question.card.sm else f"give it {size} of memory"
+        return more_memory(aim.question, size)
     return _more_memory_and_no_cap(aim)
+
+
+def more_memory(question: Question, size: str) -> str:
+    """A named card has the memory it has; a size of its own can be given instead."""
+    return f"use a device of at least {size}" if question.card.sm else f"give it {size} of memory"
 
 
 def _more_memory_and_no_cap(aim: Aim) -> str | None:
@@ -283,7 +295,7 @@ def _more_memory_and_no_cap(aim: Aim) -> str | None:
             return left_out if len(names) > 1 else None  # one cap alone has a remedy of its own
         size = _enough_memory(replace(aim, question=free))
         if size is not None:
-            return f"{left_out} and give it {size} of memory"
+            return f"{left_out} and {more_memory(aim.question, size)}"
     return None
 
 

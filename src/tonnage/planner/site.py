@@ -8,7 +8,7 @@ from functools import partial
 from typing import Unpack
 
 from tonnage.budget.fit import Values
-from tonnage.budget.pool import GroupPrice
+from tonnage.budget.pool import GroupPrice, unit_tokens
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.asked import Asked
@@ -103,5 +103,6 @@ def holds(plans: Plans, *, num_sequences: int, seq_tokens: int) -> bool:
 def kv_bytes_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
     """Bytes of a pool that holds them, block by block; states and encoders as for every sequence that may run."""
     limits, layout = replace(plan.limits, max_seq_len=seq_tokens), plan.kv.layout
-    prices = (GroupPrice.of(group, limits=limits, cp=plan.rank.cp) for group in layout.groups)
+    unit = unit_tokens(layout) or 1
+    prices = (GroupPrice.of(group, limits=limits, unit=unit, cp=plan.rank.cp) for group in layout.groups)
     return layout.slab_bytes * sum(price.blocks_of_sequences(num_sequences) for price in prices)

@@ -19,7 +19,11 @@ from tonnage.units import MiB, format_bytes, round_up
 def can_hold(site: Site, num_users: int, seq_tokens: int) -> bool:
     """Whether so many users of so many tokens are all resident with everything given up that was left open."""
     asked = site.first.limit_knobs
-    limits = (asked.max_batch_size, num_users), (asked.max_num_tokens, num_users), (asked.max_seq_len, seq_tokens)
+    limits = (
+        (asked.max_batch_size, num_users),
+        (asked.max_num_tokens, num_users * site.first.step_tokens),
+        (asked.max_seq_len, seq_tokens),
+    )
     if any(setting.is_set and setting.or_else(0) < least for setting, least in limits):
         return False
     return last_resort(site, num_users, seq_tokens) is not None

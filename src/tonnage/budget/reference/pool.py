@@ -120,6 +120,9 @@ def sized(pool_bytes: int, max_tokens: int | None, knobs: ReferenceKnobs, cache:
     if cache.is_variable_window:
         return _equal_shares(pool_bytes, knobs, cache)
     runtime = cache.budget_cost("V1")
+    if runtime.intercept and not runtime.slope:
+        # States alone: its own rule gives 0 tokens where one costs nothing, and no such model would start.
+        return Sized(pool_bytes=pool_bytes, tokens=math.inf)
     if runtime.intercept:
         tokens, _ = v1_hybrid_blocks(
             pool_bytes, runtime, num_sequences=cache.limits.max_batch_size * cache.pp, block_tokens=1
