@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,14 @@ from tonnage.config import LimitKnobs, Setting
 from tonnage.costs.kv import bytes_per_token, kv_layout
 from tonnage.costs.models import find_config
 from tonnage.costs.price import weights_price
-from tonnage.hardware import generic_card
+from tonnage.errors import DoesNotFit, InvalidSetting
+from tonnage.hardware import card_for, generic_card
 from tonnage.planner import plan_ranks, plan_without_device
+from tonnage.planner.fit import fit
+from tonnage.planner.workload import Workload
 from tonnage.report.plan_json import bytes_per_token as shown_bytes_per_token
 from tonnage.terms import LineKind, Rank
-from tonnage.units import GiB, TiB
+from tonnage.units import GiB, MiB, TiB
 
 TARGET, DRAFT = shapes.config("llama-3.1-70b"), shapes.config("llama-3.1-8b")
 CARD = generic_card(400 * GiB)
@@ -56,3 +60,30 @@ def test_layers_for_drafting_cost_nothing_until_something_is_drafted(key):
     drafting = plan_without_device(config, card=card, limit_knobs=replace(shape, max_draft_tokens=Setting(1)))
     assert drafting.bytes_of(LineKind.WEIGHTS) > plain.bytes_of(LineKind.WEIGHTS)
     assert bytes_per_token(kv_layout(config, with_mtp=True)) >= bytes_per_token(kv_layout(config))
+
+
+def test_a_decode_step_computes_the_drafts_too():
+    shape = LimitKnobs(max_batch_size=Setting(256), max_draft_tokens=Setting(7))
+    plain = plan_without_device(DRAFT, card=CARD, limit_knobs=replace(shape, max_draft_tokens=Setting(0)))
+    drafting = plan_without_device(DRAFT, card=CARD, limit_knobs=shape)
+    assert (plain.limits.max_logits_rows, drafting.limits.max_logits_rows) == (256, 256 * 8)
+    assert drafting.bytes_of(LineKind.GRAPHS) > plain.bytes_of(LineKind.GRAPHS)
+    with pytest.raises(InvalidSetting, match=r"8 tokens, drafts included.*raise max_num_tokens to 2048"):
+        plan_without_device(DRAFT, card=CARD, limit_knobs=replace(shape, max_num_tokens=Setting(256)))
+
+
+def test_a_fit_gives_every_user_room_for_drafts():
+    shape = LimitKnobs(max_draft_tokens=Setting(3))
+    workload = Workload(num_users=200, prompt_tokens=2000, output_tokens=500)
+    made = fit(DRAFT, card=card_for("H100", None), goal=workload, limit_knobs=shape)
+    assert made.plan.limits.max_num_tokens >= 4 * made.plan.limits.max_batch_size >= 4 * 200
+
+
+def test_a_refusal_with_drafts_names_a_smaller_step():
+    shape = LimitKnobs(max_draft_tokens=Setting(4), max_seq_len=Setting(4096), max_batch_size=Setting(256))
+    with pytest.raises(DoesNotFit) as caught:
+        plan_without_device(DRAFT, card=generic_card(18_600 * MiB), limit_knobs=shape)
+    smaller = re.search(r"lower max_num_tokens to (\d+)", str(caught.value))
+    assert smaller
+    lowered = replace(shape, max_num_tokens=Setting(int(smaller[1])))
+    plan_without_device(DRAFT, card=generic_card(18_600 * MiB), limit_knobs=lowered)

@@ -108,3 +108,14 @@ def test_the_reference_policy_shares_them_too(key):
     assert len({plan.kv.tokens for plan in made}) == len({plan.max_concurrency for plan in made}) == 1
     for plan in made:
         assert sum(line.bytes for line in plan.lines) == plan.device_bytes
+
+
+def test_a_stage_of_states_alone_follows_the_others():
+    """It has no tokens of its own to count, and no policy divides by what one costs there."""
+    rank = Rank(size=3, pp=3, partition=(3, 1, 60))
+    shape = limits(max_seq_len=4096, max_batch_size=8)
+    for reference in (None, ReferenceKnobs()):
+        made = plan_ranks(
+            shapes.config("qwen3.6-27b"), card=generic_card(70 * GiB), limit_knobs=shape, rank=rank, reference=reference
+        )
+        assert len({plan.kv.tokens for plan in made}) == 1

@@ -49,6 +49,10 @@ def knob_names() -> tuple[str, ...]:
 
 
 def _value(name: str, text: str) -> Any:
+    if name in _STRUCTURED:
+        raise InvalidSetting(
+            FLAG, name, "it is no single value, and no plan follows it in this release", remedy=f"leave {name} out"
+        )
     if name not in knob_names():
         near = get_close_matches(name, knob_names(), n=1)
         raise InvalidSetting(

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tonnage.config import Origin, Setting
-from tonnage.layout import group_families
+from tonnage.layout import KVGroupKind, group_families
 from tonnage.report.draw import COLOURS, PIPED_WIDTH, grid, hanging, plural, share, show, slice_bar, spread
 from tonnage.report.flags import flags_text
 from tonnage.report.plan_json import bytes_per_token
-from tonnage.terms import Line, MemoryPlan, Step
+from tonnage.terms import KVPool, Line, MemoryPlan, Step
 from tonnage.units import format_bytes
 
 if TYPE_CHECKING:
@@ -154,17 +154,9 @@ def pool_text(plan: MemoryPlan, width: int = PIPED_WIDTH) -> Text:
     """The pool in blocks, tokens and full-length sequences."""
     from rich.text import Text
 
-    kv, each = plan.kv, bytes_per_token(plan.kv)
-    per_token = f"{int(each):,}" if each.denominator == 1 else str(each)
+    kv = plan.kv
     text = Text.assemble(("KV cache  ", "bold"), (plural(kv.tokens, "token"), "bold green"))
-    if len(kv.layout.groups) <= 1:
-        block_tokens = "".join(str(group.block_tokens) for group in kv.layout.groups)
-        text.append(f" in {plural(kv.num_slabs, 'block')} of {block_tokens} tokens")
-        text.append(f"\n          {per_token} bytes a token, {format_bytes(kv.layout.slab_bytes)} a block")
-    else:
-        text.append(f" in {plural(kv.num_slabs, 'slab')} of {format_bytes(kv.layout.slab_bytes)}")
-        kinds = len(group_families(kv.layout))
-        text.append(f"\n          {per_token} bytes a token beyond the windows, {kinds} kinds of layers")
+    text.append(_pool_pieces(kv))
     if plan.rank.cp > 1:
         text.append(f", spread over {plan.rank.cp} ranks of context parallelism")
     text.append("\n          room for ")
@@ -179,6 +171,24 @@ def pool_text(plan: MemoryPlan, width: int = PIPED_WIDTH) -> Text:
     if plan.attended_cap is not None:
         text.append(f"\n          at most {plan.attended_cap:,} attended tokens in one step")
     return text
+
+
+def _pool_pieces(kv: KVPool) -> str:
+    """What the pool is made of, and what a token costs in it."""
+    each, slab, groups = bytes_per_token(kv), format_bytes(kv.layout.slab_bytes), kv.layout.groups
+    per_token = f"{int(each):,}" if each.denominator == 1 else f"{float(each):,.1f}"
+    under = "\n          "
+    if len(groups) > 1:
+        kinds = len(group_families(kv.layout))
+        costs = f"{per_token} bytes a token beyond the windows, {kinds} kinds of layers"
+        return f" in {plural(kv.num_slabs, 'slab')} of {slab}{under}{costs}"
+    only = groups[0] if groups else None
+    if only is not None and only.kind == KVGroupKind.STATE:
+        return f": {plural(kv.num_slabs, 'state')} of {slab}{under}nothing a token, whatever its sequence's length"
+    blocks = f" in {plural(kv.num_slabs, 'block')} of {only.block_tokens if only else ''} tokens{under}"
+    if only is not None and only.window is not None:
+        return f"{blocks}{slab} a block, nothing a token beyond the window of {only.window:,}"
+    return f"{blocks}{per_token} bytes a token, {slab} a block"
 
 
 def steps_table(plan: MemoryPlan) -> Table:
