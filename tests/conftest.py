@@ -10,6 +10,8 @@ from hypothesis import settings
 
 # No test is timed: on a busy machine a slow example is not a wrong one.
 settings.register_profile("tonnage", deadline=None)
+# `make test` draws the same examples each time, so that it says the same twice; plain pytest goes on searching.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("tonnage")
 
 _skipped: Counter[str] = Counter()
