@@ -128,6 +128,8 @@ class LimitKnobs:
 
     max_draft_tokens        tokens drafted ahead for a sequence in a step (default 0)
     lookahead_steps         steps prepared while one runs (default 0); each needs seats and a token a sequence more
+    snapshot_tokens         a recurrent state is kept every so many tokens, so that prefixes can be used again (default
+                            0: none are)
     max_adapters            low-rank adapters resident at once (default 0), of at most max_adapter_rank (default 16)
     max_encoder_tokens      tokens an encoder computes at once (default: max_num_tokens where there is one, else 0)
     encoder_cache_bytes     cache of an encoder's outputs (default 128 MiB for a model that has one, else 0)
@@ -139,6 +141,7 @@ class LimitKnobs:
     max_num_tokens: Setting[int] = field(default_factory=unset)
     max_draft_tokens: Setting[int] = field(default_factory=unset)
     lookahead_steps: Setting[int] = field(default_factory=unset)
+    snapshot_tokens: Setting[int] = field(default_factory=unset)
     max_adapters: Setting[int] = field(default_factory=unset)
     max_adapter_rank: Setting[int] = field(default_factory=unset)
     max_encoder_tokens: Setting[int] = field(default_factory=unset)
@@ -162,6 +165,7 @@ class Limits:
     max_logprobs: int = 0
     max_draft_tokens: int = 0
     lookahead_steps: int = 0
+    snapshot_tokens: int = 0
     max_adapters: int = 0
     max_adapter_rank: int = 0
     max_encoder_tokens: int = 0

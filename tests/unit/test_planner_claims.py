@@ -38,7 +38,7 @@ from tonnage.units import GiB
 
 def test_claims_that_cannot_be_switched_off():
     with pytest.raises(InvalidSetting, match="disabled_claims"):
-        plan_without_device(SMOLLM2, card=host_card(2 * GiB), knobs=Knobs(disabled_claims=frozenset({"page table"})))
+        plan_without_device(SMOLLM2, card=host_card(2 * GiB), knobs=Knobs(disabled_claims=frozenset({"weights"})))
 
 
 def test_tables_on_the_host_are_what_the_formulas_of_the_layout_say():

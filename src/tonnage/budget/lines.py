@@ -76,7 +76,7 @@ def _kv_line(price: PoolPrice, *, num_blocks: int, bar: tuple[int, int], limits:
         source=Source.DERIVED,
         ref="what the other lines leave, in whole blocks; low and high follow theirs",
     )
-    if len(price.groups) == 1:
+    if len(price.groups) == 1:  # as the layout has it, and nothing kept beside it
         reason = _why_only_group(price, num_blocks, limits=limits)
         return quantity_line("kv", quantity, kind=LineKind.KV, maker=Maker.ARENA, reason=reason)
     children = tuple(
@@ -106,6 +106,11 @@ def _why_only_group(price: PoolPrice, num_blocks: int, *, limits: Limits) -> str
 def _why_group(group: GroupPrice, price: PoolPrice, num_blocks: int, *, limits: Limits) -> str:
     if group.is_fixed:
         return why_fixed(group, limits)
+    if group.snapshot_tokens:
+        return (
+            f"a state every {group.snapshot_tokens:,} tokens, so that a prefix can be used again without computing it "
+            "anew; a larger snapshot_tokens keeps fewer"
+        )
     blocks = group.blocks(num_blocks * price.local_tokens)
     held = f"{counted(blocks, 'block')} of {counted(group.block_tokens, 'token')}"
     if group.window is None:

@@ -8,6 +8,7 @@ full, latent   every token:                  S for each whole sequence, and what
 window         what the windows show:        the same, of what they show; and ceil(tokens of a step / block) once, for
                                              what a step adds before anything falls out of a window
 state          one a sequence, and a spare:  max_batch_size + 1, whatever T is
+snapshots      a state every so many tokens: as layers that see everything, in blocks of that many tokens
 cross          the encoder's tokens:         max_batch_size * ceil(encoder tokens / block), whatever T is
 
 Shorter sequences show more windows for as many tokens, and a step that computes pieces of many sequences may touch a
@@ -44,6 +45,7 @@ class GroupPrice:
     sequence_blocks   that see every one of them
     window_blocks     the most that a window can show, wherever it starts, and with tokens that may be rejected; None:
                       the layers see every token
+    snapshot_tokens   of states that are kept for prefixes, one for so many tokens; 0: these are no snapshots
     step_blocks       what a step adds to windows before anything falls out of them
     cp                ranks that share a sequence's blocks in turn
     """
@@ -55,6 +57,7 @@ class GroupPrice:
     sequence_blocks: int = 1
     window_blocks: int | None = None
     step_blocks: int = 0
+    snapshot_tokens: int = 0
     cp: int = 1
 
     @classmethod
@@ -87,7 +90,7 @@ class GroupPrice:
 
     @property
     def block_tokens(self) -> int:
-        return self.groups[0].block_tokens
+        return self.snapshot_tokens or self.groups[0].block_tokens
 
     @property
     def is_fixed(self) -> bool:
@@ -121,6 +124,17 @@ class GroupPrice:
         shown = ceil_div(self.window_blocks, self.cp)
         held = whole * min(self.sequence_blocks, shown) + min(part_blocks, shown)
         return min(every, held + ceil_div(self.step_blocks, self.cp))
+
+
+def _snapshots(states: GroupPrice, limits: Limits) -> GroupPrice:
+    """The states of prefixes, which grow with the tokens and not with the sequences."""
+    return replace(
+        states,
+        name=f"{states.name} snapshots",
+        fixed_blocks=None,
+        snapshot_tokens=limits.snapshot_tokens,
+        sequence_blocks=ceil_div(limits.max_seq_len, limits.snapshot_tokens),
+    )
 
 
 def _fixed_blocks(group: KVGroup, limits: Limits) -> int | None:
@@ -160,6 +174,8 @@ class PoolPrice:
             GroupPrice.of(*alike, limits=limits, unit=unit, name=name, cp=cp)
             for name, alike in group_families(layout).items()
         )
+        if limits.snapshot_tokens:
+            groups += tuple(_snapshots(group, limits) for group in groups if group.kind == KVGroupKind.STATE)
         local_tokens = unit
         block_tokens = local_tokens * cp
         return cls(

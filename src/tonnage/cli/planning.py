@@ -51,6 +51,9 @@ class FeatureOptions:
     lookahead_steps: Annotated[Text, option("--lookahead-steps", "N", "Steps prepared while one runs (default 0).")] = (
         None
     )
+    snapshot_tokens: Annotated[
+        Text, option("--snapshot-tokens", "N", "Keep a recurrent state every N tokens, for prefixes (default none).")
+    ] = None
     max_adapters: Annotated[Text, option("--max-adapters", "N", "Low-rank adapters resident at once (default 0).")] = (
         None
     )
@@ -94,6 +97,7 @@ class FeatureOptions:
             pool.limits(),
             max_draft_tokens=count(self.max_draft_tokens, "--max-draft-tokens"),
             lookahead_steps=count(self.lookahead_steps, "--lookahead-steps"),
+            snapshot_tokens=count(self.snapshot_tokens, "--snapshot-tokens"),
             max_adapters=count(self.max_adapters, "--max-adapters"),
             max_adapter_rank=setting(self.max_adapter_rank, "--max-adapter-rank", parse_count),
             max_encoder_tokens=setting(self.max_encoder_tokens, "--max-encoder-tokens", parse_count),

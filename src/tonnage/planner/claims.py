@@ -87,9 +87,12 @@ def unlisted(listed: Sequence[Claim], extra: Sequence[Claim]) -> tuple[Claim, ..
     return tuple(found)
 
 
-def without(claims: Sequence[Claim], disabled: frozenset[str]) -> tuple[Claim, ...]:
-    """The claims with some switched off by name. Raises ``InvalidSetting`` for one that cannot be."""
-    optional = {claim.name for claim in claims if claim.can_disable}
+def without(claims: Sequence[Claim], disabled: frozenset[str], *, is_what_if: bool = False) -> tuple[Claim, ...]:
+    """The claims with some switched off by name. Raises ``InvalidSetting`` for one that cannot be.
+
+    ``is_what_if``: nothing will be built from the plan, so any claim can be, to see what it costs.
+    """
+    optional = {claim.name for claim in claims if claim.can_disable or is_what_if}
     for name in sorted(disabled - optional):
         known = f"claims that can be switched off: {', '.join(sorted(optional))}" if optional else "none can be here"
         raise InvalidSetting("disabled_claims", name, "no claim of that name can be switched off", remedy=known)

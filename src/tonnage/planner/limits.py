@@ -52,6 +52,7 @@ def resolve_limits(
     for name in (
         "max_draft_tokens",
         "lookahead_steps",
+        "snapshot_tokens",
         "max_adapters",
         "max_adapter_rank",
         "max_encoder_tokens",
@@ -97,6 +98,7 @@ def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_dr
     return {
         "max_draft_tokens": num_drafts(asked, has_draft=has_draft),
         "lookahead_steps": asked.lookahead_steps.or_else(0),
+        "snapshot_tokens": asked.snapshot_tokens.or_else(0),
         "max_adapters": adapters,
         "max_adapter_rank": asked.max_adapter_rank.or_else(DEFAULT_ADAPTER_RANK) if adapters else 0,
         "max_encoder_tokens": asked.max_encoder_tokens.or_else(encoder_tokens if has_encoder else 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.config import Limits
 from tonnage.costs.activations import Peak, encoder_peak, forward_peak, predicted, reserved_for, sampler_bytes
 from tonnage.costs.config import ModelConfig
@@ -36,6 +38,16 @@ def predict(
         graphs=_graphs(config, card=card, limits=limits, rank=rank, dtype=dtype),
         foreign_bytes=Quantity.exact(0, Source.ASSUMED, "an empty device"),
     )
+
+
+def leave_out(measured: Measured, disabled: frozenset[str]) -> Measured:
+    """The same without what is counted here and was switched off under the name of its reserve."""
+    stages = measured.stages
+    if "sampler rows" in disabled:
+        stages = tuple(stage for stage in stages if stage.stage != "sampler")
+    if "allocator fragmentation" in disabled:
+        stages = tuple(replace(stage, reserved=stage.allocated) for stage in stages)
+    return replace(measured, stages=stages, graphs=None if "cuda graphs" in disabled else measured.graphs)
 
 
 def _graphs(config: ModelConfig, *, card: Card, limits: Limits, rank: Rank, dtype: str) -> Quantity | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from tonnage.planner.drafts import draft_warnings, with_draft_layers
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import num_drafts, resolve_limits
 from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money, windows_by
-from tonnage.planner.predict import predict
+from tonnage.planner.predict import leave_out, predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
 
@@ -159,14 +159,14 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
         model_name=config.name,
         chip=card.chip,
         measured=question.measured or _predicted(question, limits),
-        claims=without(claims, knobs.disabled_claims),
+        claims=without(claims, knobs.disabled_claims, is_what_if=question.measured is None),
         layout=layout,
         page_bytes=question.page_bytes,
         knobs=knobs,
         limits=limits,
         limit_knobs=settings,
         fingerprint=fingerprint(question, limits),
-        warnings=_warnings(question, limits, fitted),
+        warnings=(*_warnings(question, limits, fitted), *_what_ifs(claims, knobs.disabled_claims)),
         ranks_tokens=question.ranks_tokens,
         ranks_sequences=question.ranks_sequences,
         ranks_attended=question.ranks_attended,
@@ -194,8 +194,15 @@ def listed_claims(question: Question, limits: Limits, layout: KVLayout | None = 
     )
 
 
+def _what_ifs(claims: Sequence[Claim], disabled: frozenset[str]) -> list[str]:
+    needed = [claim.name for claim in claims if claim.name in disabled and not claim.can_disable]
+    return [
+        f"{name} is switched off, which the engine cannot do: this plan only shows what it costs" for name in needed
+    ]
+
+
 def _predicted(question: Question, limits: Limits) -> Measured:
-    return predict(
+    measured = predict(
         question.config,
         card=question.card,
         limits=limits,
@@ -204,6 +211,7 @@ def _predicted(question: Question, limits: Limits) -> Measured:
         weights=question.weights,
         draft=question.draft,
     )
+    return leave_out(measured, question.knobs.disabled_claims)
 
 
 def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[str, ...]:

@@ -230,7 +230,7 @@ def switched_off_text(plan: MemoryPlan, width: int) -> Text:
     from rich.text import Text
 
     told = [
-        f"{claim.name} would take {format_bytes(claim.bytes)}: {claim.reason}"
+        claim.name + (f" would take {format_bytes(claim.bytes)}" if claim.bytes else "") + f": {claim.reason}"
         for claim in plan.not_charged
         if claim.switched_off
     ]
