@@ -118,6 +118,20 @@ class DoesNotFit(UserError, MemoryError):
     def shortfall_bytes(self) -> int:
         return max(0, self.need_bytes - self.have_bytes)
 
+    def told_as(
+        self, *, what: str | None = None, remedies: Sequence[str] | None = None, where: str | None = None
+    ) -> DoesNotFit:
+        """The same sums, told in other words, with other remedies, or of another place."""
+        return DoesNotFit(
+            what or self.what,
+            need_bytes=self.need_bytes,
+            have_bytes=self.have_bytes,
+            remedies=self.remedies if remedies is None else remedies,
+            need=self.need,
+            have=self.have,
+            where=where or self.where,
+        )
+
 
 class RequestRefused(UserError):
     """One request that can never be served, refused on arrival; the others go on."""

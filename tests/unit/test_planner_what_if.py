@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import shapes
 
+from tonnage.budget.pool import group_prices
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.kv import kv_layout
 from tonnage.errors import InvalidSetting
@@ -12,9 +13,11 @@ from tonnage.hardware import card_for, generic_card
 from tonnage.layout import state_bytes_per_sequence
 from tonnage.planner import claims_for, plan_without_device, resolve_limits
 from tonnage.planner.claims import without
+from tonnage.planner.site import holds, kv_bytes_for
 from tonnage.units import GiB
 
 LLAMA, HYBRID, H100 = shapes.config("llama-3.1-8b"), shapes.config("qwen3.6-27b"), card_for("H100", None)
+CARD = generic_card(200 * GiB)
 LIMITS = resolve_limits(LLAMA, LimitKnobs())[0]
 
 
@@ -72,3 +75,29 @@ def test_more_snapshots_leave_fewer_tokens():
     tokens = [planned(HYBRID, card=card, snapshot_tokens=every, **shape).kv.tokens for every in (1024, 8192, 0)]
     assert tokens == sorted(tokens)
     assert len(set(tokens)) == 3
+
+
+def test_every_rank_of_a_sequence_keeps_all_its_snapshots():
+    """Ranks that share a sequence hold a part of its tokens each, and the whole of its states."""
+    layout = kv_layout(HYBRID)
+    shape = {"max_seq_len": 16_384, "max_batch_size": 1, "snapshot_tokens": 4096}
+    limits = resolve_limits(HYBRID, LimitKnobs(**{name: Setting(value) for name, value in shape.items()}))[0]
+    whole, shared = (
+        [
+            price.blocks(8192 // cp)
+            for price in group_prices(layout, limits=limits, unit=16, cp=cp)
+            if price.snapshot_tokens
+        ]
+        for cp in (1, 2)
+    )
+    assert whole == shared == [2 * sum(1 for group in layout.groups if not group.block_tokens)]
+
+
+def test_snapshots_count_in_what_a_fit_promises():
+    shape = {"max_seq_len": 16_384, "max_batch_size": 4}
+    usual, kept = planned(HYBRID, card=CARD, **shape), planned(HYBRID, card=CARD, snapshot_tokens=4096, **shape)
+    layout = kv_layout(HYBRID)
+    states = 4 * sum(1 for group in layout.groups if not group.block_tokens)
+    more = kv_bytes_for(kept, 3, 16_384) - kv_bytes_for(usual, 3, 16_384)
+    assert more == 3 * states * layout.slab_bytes
+    assert holds([kept], num_sequences=4, seq_tokens=16_384)

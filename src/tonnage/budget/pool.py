@@ -90,7 +90,10 @@ class GroupPrice:
 
     @property
     def block_tokens(self) -> int:
-        return self.snapshot_tokens or self.groups[0].block_tokens
+        """Tokens of this rank. A state has seen all of them, so every rank keeps every snapshot of its layers."""
+        if self.snapshot_tokens:
+            return max(1, self.snapshot_tokens // self.cp)
+        return self.groups[0].block_tokens
 
     @property
     def is_fixed(self) -> bool:
@@ -126,6 +129,15 @@ class GroupPrice:
         return min(every, held + ceil_div(self.step_blocks, self.cp))
 
 
+def group_prices(layout: KVLayout, *, limits: Limits, unit: int, cp: int = 1) -> tuple[GroupPrice, ...]:
+    """One price for all groups that are alike, and one for the snapshots of states where they are kept."""
+    families = group_families(layout).items()
+    prices = tuple(GroupPrice.of(*alike, limits=limits, unit=unit, name=name, cp=cp) for name, alike in families)
+    if not limits.snapshot_tokens:
+        return prices
+    return prices + tuple(_snapshots(price, limits) for price in prices if price.kind == KVGroupKind.STATE)
+
+
 def _snapshots(states: GroupPrice, limits: Limits) -> GroupPrice:
     """The states of prefixes, which grow with the tokens and not with the sequences."""
     return replace(
@@ -151,10 +163,9 @@ class PoolPrice:
     """What N units cost: the blocks of every group, their bookkeeping, the scratch that grows with the tokens, pages.
 
     A unit is ``block_tokens`` tokens: one block of what sees every token, else of windows, else one whole sequence.
-    Under context parallelism every cp-th block of a sequence lies on this rank, so one
-    block here stands for ``cp`` of them: ``local_tokens`` are here. ``demands`` are scratch, per unit. The pool and
-    the growing scratch are arenas, committed in pages of ``page_bytes``. ``most_units`` hold every sequence at its
-    full length at once.
+    Under context parallelism every cp-th block of a sequence lies on this rank, so one block here stands for ``cp`` of
+    them: ``local_tokens`` are here. ``demands`` are scratch, per unit. The pool and the growing scratch are arenas,
+    committed in pages of ``page_bytes``. ``most_units`` hold every sequence at its full length at once.
     """
 
     groups: tuple[GroupPrice, ...]
@@ -170,24 +181,17 @@ class PoolPrice:
     def of(cls, layout: KVLayout, charges: Charges, *, limits: Limits, page_bytes: int, cp: int = 1) -> PoolPrice:
         """The price list for one layout at the limits."""
         unit = unit_tokens(layout) or ceil_div(limits.max_seq_len + limits.extra_tokens, cp)
-        groups = tuple(
-            GroupPrice.of(*alike, limits=limits, unit=unit, name=name, cp=cp)
-            for name, alike in group_families(layout).items()
-        )
-        if limits.snapshot_tokens:
-            groups += tuple(_snapshots(group, limits) for group in groups if group.kind == KVGroupKind.STATE)
-        local_tokens = unit
-        block_tokens = local_tokens * cp
+        block_tokens = unit * cp
         return cls(
-            groups=groups,
+            groups=group_prices(layout, limits=limits, unit=unit, cp=cp),
             slab_bytes=layout.slab_bytes,
             block_tokens=block_tokens,
-            local_tokens=local_tokens,
+            local_tokens=unit,
             table_bytes=sum(each for _, each in charges.per_block),
             demands=tuple(
                 Demand(
                     name=rated.claim.name,
-                    rate_bytes=rated.bytes_per_token * local_tokens,
+                    rate_bytes=rated.bytes_per_token * unit,
                     ceiling_bytes=rated.bytes_per_token * ceil_div(rated.most_tokens, cp),
                 )
                 for rated in charges.rated

@@ -57,7 +57,7 @@ def least_memory(config: ModelConfig, *, workload: Workload, **asked: Unpack[Ask
     Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` where a cap that was set keeps every size out.
     """
     site = Site.of(config, **asked)
-    check_workload(workload, config, site.first.limit_knobs)
+    check_workload(workload, config, site.first.limit_knobs, has_draft=site.first.draft is not None)
     users, length = workload.num_users, workload.seq_tokens
     order = dimensions(site.first, least_rows=users, least_seq_len=length)
 
@@ -91,7 +91,8 @@ def least_ranks(config: ModelConfig, *, workload: Workload, **asked: Unpack[Aske
 
     Raises ``UnsupportedModel``, ``InvalidSetting``, or ``DoesNotFit`` where ``MOST_RANKS`` are not enough either.
     """
-    check_workload(workload, config, asked.get("limit_knobs") or LimitKnobs())
+    has_draft = asked.get("draft") is not None
+    check_workload(workload, config, asked.get("limit_knobs") or LimitKnobs(), has_draft=has_draft)
     tried: list[tuple[int, int]] = []
     widest: Site | None = None
     for tp, pp in splits(config):
@@ -123,12 +124,4 @@ def _no_ranks(widest: Site | None, workload: Workload) -> DoesNotFit:
         raise AssertionError("one rank is always a split")
     order = dimensions(widest.first, least_rows=workload.num_users, least_seq_len=workload.seq_tokens)
     refusal = workload_refusal(widest, workload, order)
-    return DoesNotFit(
-        f"{refusal.what}, on up to {widest.first.rank.size} devices",
-        need_bytes=refusal.need_bytes,
-        have_bytes=refusal.have_bytes,
-        remedies=refusal.remedies,
-        need=refusal.need,
-        have=refusal.have,
-        where=refusal.where,
-    )
+    return refusal.told_as(what=f"{refusal.what}, on up to {widest.first.rank.size} devices")

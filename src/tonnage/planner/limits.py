@@ -62,18 +62,18 @@ def resolve_limits(
     seq_len = _seq_len(config, asked.max_seq_len, fitted_seq_len)
     longest = asked.max_seq_len.or_else(config.max_position_embeddings)
     step_tokens = 1 + num_drafts(asked, has_draft=has_draft)
-    batch, tokens = _batch_and_tokens(asked, seq_len=longest, on_host=device_kind == "host", step_tokens=step_tokens)
+    on_host = device_kind == "host"
+    batch, tokens = _batch_and_tokens(asked, seq_len=longest, on_host=on_host, step_tokens=step_tokens)
     settings = replace(asked, max_seq_len=seq_len, max_batch_size=batch, max_num_tokens=tokens)
     num_rows, num_tokens = batch.or_else(1), tokens.or_else(1)
-    drafts = num_drafts(asked, has_draft=has_draft)
     limits = Limits(
         max_seq_len=seq_len.or_else(1),
         max_batch_size=num_rows,
         max_num_tokens=num_tokens,
-        max_logits_rows=min(num_rows * (1 + drafts), num_tokens),
+        max_logits_rows=min(num_rows * step_tokens, num_tokens),
         max_logprobs=MAX_LOGPROBS,
         penalties=PENALTY_TABLES not in disabled_claims,
-        graph_batch_sizes=graph_sizes(graphs or Setting(), max_batch_size=num_rows, on_host=device_kind == "host"),
+        graph_batch_sizes=graph_sizes(graphs or Setting(), max_batch_size=num_rows, on_host=on_host),
         **_features(config, asked, num_tokens=num_tokens, has_draft=has_draft),
     )
     return limits, settings

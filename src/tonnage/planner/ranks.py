@@ -57,13 +57,13 @@ def plan_stages(
 def all_plan(questions: Sequence[Question], changed: Question) -> bool:
     """Whether every stage has a plan, and one with all the others, once it is changed as one of them was."""
     try:
-        plan_stages([_changed(each, changed) for each in questions], answer)
+        plan_stages([changed_like(each, changed) for each in questions], answer)
     except UserError:
         return False
     return True
 
 
-def _changed(question: Question, like: Question) -> Question:
+def changed_like(question: Question, like: Question) -> Question:
     """The stage with the other's money, limits, device, dtype and number of ranks."""
     rank = replace(like.rank, index=question.rank.index)
     changed = replace(
@@ -78,14 +78,7 @@ def _answered(question: Question, answer: Callable[[Question], MemoryPlan]) -> M
     try:
         return answer(question)
     except DoesNotFit as refusal:
-        where = f"rank {question.rank.index} of {question.rank.size}"
-        told = DoesNotFit(
-            f"{where}: {refusal.what}" if question.rank.pp > 1 else refusal.what,
-            need_bytes=refusal.need_bytes,
-            have_bytes=refusal.have_bytes,
-            remedies=refusal.remedies,
-            need=refusal.need,
-            have=refusal.have,
-            where=refusal.where,
-        )
+        if question.rank.pp == 1:
+            raise
+        told = refusal.told_as(what=f"rank {question.rank.index} of {question.rank.size}: {refusal.what}")
     raise told

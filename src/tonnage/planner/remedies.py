@@ -54,15 +54,7 @@ def with_remedies(
     found = found_by(finders, Aim(aimed, works or plans))
     if found and not question.limit_knobs.max_seq_len.is_set:
         found[-1] += f" (room for sequences of {aimed.limit_knobs.max_seq_len.value:,} tokens)"
-    return DoesNotFit(
-        refusal.what,
-        need_bytes=refusal.need_bytes,
-        have_bytes=refusal.have_bytes,
-        remedies=found,
-        need=refusal.need,
-        have=refusal.have,
-        where=place_of(question),
-    )
+    return refusal.told_as(remedies=found, where=place_of(question))
 
 
 def found_by(finders: tuple[Finder, ...], aim: Aim) -> list[str]:

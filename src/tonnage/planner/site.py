@@ -8,13 +8,13 @@ from functools import partial
 from typing import Unpack
 
 from tonnage.budget.fit import Values
-from tonnage.budget.pool import GroupPrice, unit_tokens
+from tonnage.budget.pool import group_prices, unit_tokens
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.asked import Asked
 from tonnage.planner.dimensions import with_values
 from tonnage.planner.question import Question, answer
-from tonnage.planner.ranks import all_plan, plan_stages, questions_for
+from tonnage.planner.ranks import all_plan, changed_like, plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
 from tonnage.terms import MemoryPlan
 
@@ -37,13 +37,8 @@ class Site:
         return self.stages[0]
 
     def like(self, question: Question) -> Site:
-        """The same stages with the question's knobs, limits and card."""
-        return Site(
-            stages=tuple(
-                replace(stage, knobs=question.knobs, limit_knobs=question.limit_knobs, card=question.card)
-                for stage in self.stages
-            )
-        )
+        """The same stages, changed as the question was."""
+        return Site(stages=tuple(changed_like(stage, question) for stage in self.stages))
 
     def at(self, values: Values) -> Site:
         """The same stages with the values in force."""
@@ -103,6 +98,5 @@ def holds(plans: Plans, *, num_sequences: int, seq_tokens: int) -> bool:
 def kv_bytes_for(plan: MemoryPlan, num_sequences: int, seq_tokens: int) -> int:
     """Bytes of a pool that holds them, block by block; states and encoders as for every sequence that may run."""
     limits, layout = replace(plan.limits, max_seq_len=seq_tokens), plan.kv.layout
-    unit = unit_tokens(layout) or 1
-    prices = (GroupPrice.of(group, limits=limits, unit=unit, cp=plan.rank.cp) for group in layout.groups)
+    prices = group_prices(layout, limits=limits, unit=unit_tokens(layout) or 1, cp=plan.rank.cp)
     return layout.slab_bytes * sum(price.blocks_of_sequences(num_sequences) for price in prices)
