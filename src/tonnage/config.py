@@ -148,6 +148,10 @@ class LimitKnobs:
     encoder_cache_bytes: Setting[int] = field(default_factory=unset)
     prompt_logprobs: Setting[bool] = field(default_factory=unset)
 
+    def items(self) -> list[tuple[str, Setting[object]]]:
+        """Every limit with its name, in declaration order."""
+        return [(each.name, getattr(self, each.name)) for each in fields(self)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:

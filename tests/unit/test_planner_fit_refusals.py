@@ -162,6 +162,7 @@ def test_a_length_that_was_set_and_does_not_fit_is_refused():
         (workload(2, 4000, 1000), {"max_seq_len": 4096}, "below the 5,000 tokens of each user"),
         (workload(64, 4000), {"max_batch_size": 63}, "below the 64 users at once"),
         (workload(64, 4000), {"max_num_tokens": 63}, "below the 64 users who each get a token"),
+        (workload(64, 4000), {"max_num_tokens": 255, "max_draft_tokens": 3}, "below the 256 tokens of 64 users"),
         (LONGEST, {"max_seq_len": 200_000}, "131,072 positions"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,20 @@ def test_the_engine_refuses_what_only_plans_know(asked):
     (name,) = asked
     check_knobs(knobs(**asked))
     with pytest.raises(InvalidSetting, match=f"{name}.*only plans do"):
-        refuse_planned_only(knobs(**asked))
+        refuse_planned_only(knobs(**asked), LimitKnobs())
+
+
+ENGINE_LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens", "prompt_logprobs")
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(LimitKnobs) if each.name not in ENGINE_LIMITS])
+def test_the_engine_refuses_limits_that_only_plans_know(name):
+    with pytest.raises(InvalidSetting, match=f"{name}.*only plans do"):
+        refuse_planned_only(Knobs(), LimitKnobs(**{name: Setting(4)}))
+
+
+def test_the_engine_takes_the_other_limits():
+    refuse_planned_only(Knobs(), LimitKnobs(**dict.fromkeys(ENGINE_LIMITS, Setting(1))))
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,12 @@ class RankOptions:
 class PolicyOptions:
     """Whose arithmetic: ours, or the reference's with its own knobs."""
 
-    policy: Annotated[Text, option("--policy", "NAME", "own (default), or reference: TensorRT-LLM's derivation.")] = (
-        None
-    )
+    policy: Annotated[
+        Text,
+        option(
+            "--policy", "NAME", "own (default), or reference: TensorRT-LLM's derivation (default with --reference)."
+        ),
+    ] = None
     reference: Annotated[
         list[str] | None,
         typer.Option("--reference", metavar="KNOB=VALUE", help="A knob of the reference policy; may be repeated."),

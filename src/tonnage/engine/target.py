@@ -57,7 +57,7 @@ class Target:
     def read(cls, options: EngineOptions) -> Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
-        refuse_planned_only(options.knobs)
+        refuse_planned_only(options.knobs, options.limit_knobs)
         if options.reference is not None:
             refuse_own_money(options.knobs)
         folder, rank = model_folder(options.model), Rank()

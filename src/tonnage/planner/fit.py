@@ -118,7 +118,7 @@ def _fit_concurrency(site: Site) -> Fit:
 
 
 def _fit_workload(site: Site, workload: Workload) -> Fit:
-    check_workload(workload, site.first.config, site.first.limit_knobs)
+    check_workload(workload, site.first.config, site.first.limit_knobs, has_draft=site.first.draft is not None)
     users, length = workload.num_users, workload.seq_tokens
     order = dimensions(site.first, least_rows=users, least_seq_len=length)
     made = _fitted(site, order, {}, lambda plans: holds(plans, num_sequences=users, seq_tokens=length))

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from tonnage.config import Knobs, parse_admission
+from tonnage.config import Knobs, LimitKnobs, parse_admission
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.errors import InvalidSetting
 
 #: Where scratch grows with what a step attends to: "cap" keeps steps within what is left, "reserve" pays for the worst.
 SCRATCH_POLICIES = ("cap", "reserve")
-#: Knobs of which a plan knows what they cost, and which the engine cannot obey yet.
-PLANNED_ONLY = ("host_kv_bytes", "disk_kv_bytes", "state_dtype", "scratch", "attended_tokens", "graphs")
+#: Knobs and limits of which a plan knows what they cost, and which the engine cannot obey yet.
+PLANNED_ONLY = (
+    "host_kv_bytes",
+    "disk_kv_bytes",
+    "state_dtype",
+    "scratch",
+    "attended_tokens",
+    "graphs",
+    "max_draft_tokens",
+    "lookahead_steps",
+    "snapshot_tokens",
+    "max_adapters",
+    "max_adapter_rank",
+    "max_encoder_tokens",
+    "encoder_cache_bytes",
+)
 _TEXTS = ("kv_dtype", "graphs")
 
 
@@ -34,9 +48,9 @@ def check_knobs(knobs: Knobs) -> None:
             _check_size(name, setting.value, least=0 if name in ("keep_free_bytes", "host_kv_bytes") else 1)
 
 
-def refuse_planned_only(knobs: Knobs) -> None:
-    """Raise ``InvalidSetting`` for a knob that a plan knows and the engine cannot obey: it would have no effect."""
-    for name, setting in knobs.items():
+def refuse_planned_only(knobs: Knobs, limits: LimitKnobs) -> None:
+    """Raise ``InvalidSetting`` for what a plan knows and the engine cannot obey: it would have no effect."""
+    for name, setting in knobs.items() + limits.items():
         if name in PLANNED_ONLY and setting.is_set:
             raise InvalidSetting(
                 name,

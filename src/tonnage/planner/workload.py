@@ -8,6 +8,7 @@ from enum import StrEnum
 from tonnage.config import LimitKnobs
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import InvalidSetting
+from tonnage.planner.limits import num_drafts
 
 
 class Goal(StrEnum):
@@ -50,7 +51,7 @@ class Workload:
         return f"{users} at {self.prompt_tokens:,} prompt + {self.output_tokens:,} output tokens"
 
 
-def check_workload(workload: Workload, config: ModelConfig, limits: LimitKnobs) -> None:
+def check_workload(workload: Workload, config: ModelConfig, limits: LimitKnobs, *, has_draft: bool = False) -> None:
     """Raise ``InvalidSetting`` where a limit that was set, or the model's length, is below what the workload says."""
     if workload.seq_tokens > config.max_position_embeddings:
         raise InvalidSetting(
@@ -59,10 +60,16 @@ def check_workload(workload: Workload, config: ModelConfig, limits: LimitKnobs) 
             f"{workload.seq_tokens:,} tokens each, and {config.name} has {config.max_position_embeddings:,} positions",
             remedy=f"use at most {config.max_position_embeddings} prompt and output tokens together",
         )
+    step_tokens = 1 + num_drafts(limits, has_draft=has_draft)
+    decoded = "users who each get a token in every step"
+    if step_tokens > 1:
+        decoded = (
+            f"tokens of {workload.num_users:,} users who each decode {step_tokens}, drafts included, in every step"
+        )
     needs = (
         ("max_seq_len", workload.seq_tokens, "tokens of each user"),
         ("max_batch_size", workload.num_users, "users at once"),
-        ("max_num_tokens", workload.num_users, "users who each get a token in every step"),
+        ("max_num_tokens", workload.num_users * step_tokens, decoded),
     )
     for name, least, noun in needs:
         value = getattr(limits, name).value
