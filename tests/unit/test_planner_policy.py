@@ -98,6 +98,8 @@ def test_two_answers_to_one_question_are_refused():
     asked = {"card": CARD, "reference": ReferenceKnobs()}
     with pytest.raises(InvalidSetting, match=r"lookahead_steps.*knobs of its own"):
         plan_without_device(LLAMA_8B, limit_knobs=LimitKnobs(lookahead_steps=Setting(2)), **asked)
+    with pytest.raises(InvalidSetting, match=r"snapshot_tokens.*knobs of its own"):
+        plan_without_device(LLAMA_8B, limit_knobs=LimitKnobs(snapshot_tokens=Setting(256)), **asked)
     with pytest.raises(InvalidSetting, match="no encoder"):
         by_reference(encoder_cache_max_bytes=GiB)
 
@@ -189,3 +191,17 @@ def test_a_variable_that_the_reference_does_not_read_is_refused():
     assert reference_knobs(["TRTLLM_SKIP_KV_CACHE_ESTIMATION=1"]).environment.skip_estimation
     with pytest.raises(InvalidSetting, match="no such variable"):
         reference_knobs(["TRTLLM_SKIP_ESTIMATION=1"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "what"),
+    [
+        (["max_tokens=8", "max-tokens=9"], "max_tokens is given twice"),
+        (["TRTLLM_SKIP_KV_CACHE_ESTIMATION=1", "TRTLLM_SKIP_KV_CACHE_ESTIMATION=0"], "is given twice"),
+        (["TRTLLM_SKIP_KV_CACHE_ESTIMATION=yes"], "not a whole number"),
+        (["manager=V3"], "no such manager"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused(texts, what):
+    with pytest.raises(InvalidSetting, match=what):
+        reference_knobs(texts)

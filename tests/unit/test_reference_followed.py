@@ -19,7 +19,7 @@ from tonnage.costs.layers import Tower
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import find_card, generic_card
 from tonnage.planner import plan_without_device
-from tonnage.terms import MemoryPlan, Rank
+from tonnage.terms import LineKind, MemoryPlan, Rank
 from tonnage.units import GiB, MiB
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +152,7 @@ def test_a_knob_that_is_not_followed_is_refused_by_name(name):
         ("fp8_context_mla_kv_len_cap", 16_384),
         ("disk_cache_path", str(ROOT)),
         ("window_shares", (HALF, HALF)),
+        ("max_tokens", 0),
     ],
 )
 def test_a_knob_that_this_plan_has_no_use_for_is_told(name, value):
@@ -198,6 +199,10 @@ class TestWindows:
         usual, windowed = made(Case(value=0)), made(Case(value=0), max_attention_window=(4096,))
         assert windowed.kv.bytes == pytest.approx(usual.kv.bytes, abs=64 * MiB)
         assert windowed.kv.tokens > 3 * usual.kv.tokens
+
+    def test_resumed_requests_of_windows_alone_have_no_bound(self):
+        plan = made(Case(value=0), max_attention_window=(4096,), **V2)
+        assert "may fill any number of tokens, 19/20 of the quota" in plan.line(LineKind.KV).reason
 
     def test_as_long_as_the_longest_sequence_is_none(self):
         assert made(Case(value=0), max_attention_window=(16_384,)).kv == made(Case(value=0)).kv

@@ -34,6 +34,8 @@ def test_defaults():
         ({"max_util_for_resume": Fraction(0)}, "max_util_for_resume"),
         ({"max_gpu_total_bytes": -1}, "max_gpu_total_bytes"),
         ({"max_tokens": -1}, "max_tokens"),
+        ({"encoder_max_num_tokens": -1}, "encoder_max_num_tokens"),
+        ({"manager": "V3"}, "manager"),
         ({"avg_seq_len": 0}, "avg_seq_len"),
         ({"tokens_per_block": 1}, "tokens_per_block"),
         ({"tokens_per_block": 48}, "tokens_per_block"),

@@ -92,7 +92,7 @@ def scratch(**changes: object) -> Scratch:
 
 
 def inputs(config: ModelConfig = LLAMA_8B, limits: Limits = ALL, **changes: object) -> ReserveInputs:
-    known = {"rank": Rank(), "dtype": "bfloat16", "kv_dtype": "bfloat16", "algorithm": "none"}
+    known = {"rank": Rank(), "dtype": "bfloat16", "algorithm": "none"}
     return ReserveInputs(config=config, limits=limits, **{**known, **changes})
 
 

@@ -29,17 +29,17 @@ def reference_knobs(texts: Iterable[str]) -> ReferenceKnobs:
         name, is_assigned, value = (part.strip() for part in text.partition("="))
         if not is_assigned or not value:
             raise InvalidSetting(FLAG, text, "not a knob and its value", remedy="write KNOB=VALUE")
-        if name.isupper():
-            if name not in VARIABLES:
-                raise InvalidSetting(
-                    FLAG, name, "the reference reads no such variable", remedy=f"use one of {', '.join(VARIABLES)}"
-                )
-            variables[name] = value
-            continue
-        name = name.replace("-", "_").lower()
-        if name in given:
+        is_variable = name.isupper()
+        name = name if is_variable else name.replace("-", "_").lower()
+        if name in given or name in variables:
             raise InvalidSetting(FLAG, text, f"{name} is given twice", remedy="keep one of them")
-        given[name] = _value(name, value)
+        if not is_variable:
+            given[name] = _value(name, value)
+        elif name in VARIABLES:
+            variables[name] = value
+        else:
+            remedy = f"use one of {', '.join(VARIABLES)}"
+            raise InvalidSetting(FLAG, name, "the reference reads no such variable", remedy=remedy)
     return ReferenceKnobs(**given, environment=Environment.read(variables))
 
 

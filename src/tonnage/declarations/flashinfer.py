@@ -23,8 +23,8 @@ from tonnage.terms import Chip, Scratch, StepShape
 from tonnage.units import MiB, ceil_div
 
 BLOCKS_PER_SM = 2
-#: What the wrapper makes for its plan: on the device, and pinned in host memory.
-INT_WORKSPACE_BYTES = PINNED_BYTES = 8 * MiB
+#: What the wrapper makes for its plan on the device; it pins as much in host memory.
+INT_WORKSPACE_BYTES = 8 * MiB
 
 
 def tile_rows(num_packed: int, head_dim: int) -> int:

@@ -20,8 +20,15 @@ if TYPE_CHECKING:
     from tonnage.budget.reference.knobs import ReferenceKnobs
 
 #: Our knobs about money: the reference has its own, so a set value would have no effect.
-_OURS = ("total_bytes", "keep_free_bytes", "kv_bytes", "kv_tokens", "kv_fraction", "block_tokens", "kv_dtype")
-_OURS_TOO = ("state_dtype", "attended_tokens", "scratch", "host_kv_bytes")
+_OURS = (
+    *("total_bytes", "keep_free_bytes", "kv_bytes", "kv_tokens", "kv_fraction", "block_tokens", "kv_dtype"),
+    *("state_dtype", "attended_tokens", "scratch", "host_kv_bytes"),
+)
+#: Our limits that it does not know, and what to do instead.
+_NOT_ITS_LIMITS = {
+    "lookahead_steps": "leave it out; has_seat_headroom and is_overlapped decide",
+    "snapshot_tokens": "leave it out; its plans keep no states for prefixes in this release",
+}
 
 
 def answered(inputs: PlanInputs, *, config: ModelConfig, kv_dtype: str, reference: ReferenceKnobs | None) -> MemoryPlan:
@@ -40,7 +47,7 @@ def answered(inputs: PlanInputs, *, config: ModelConfig, kv_dtype: str, referenc
 def refuse_own_money(knobs: Knobs) -> None:
     """Raise ``InvalidSetting`` for one of our knobs that the reference policy does not look at."""
     for name, setting in knobs.items():
-        if setting.is_set and name in (*_OURS, *_OURS_TOO):
+        if setting.is_set and name in _OURS:
             raise InvalidSetting(
                 name,
                 setting.text or setting.value,
@@ -54,17 +61,16 @@ def limits_by(reference: ReferenceKnobs | None, limits: Limits, *, asked: LimitK
 
     A step prepared while one runs takes a token more of every sequence, and with one pipeline stage every seat twice.
     Its own reuse, chunks and encoder are followed too. Raises ``InvalidSetting`` where a limit of ours and a knob of
-    the reference say the same thing twice, and for an encoder that the model does not have.
+    the reference say the same thing twice, for a limit that its plans do not follow, and for an encoder that the model
+    does not have.
     """
     if reference is None:
         return limits
-    if asked.lookahead_steps.is_set:
-        raise InvalidSetting(
-            "lookahead_steps",
-            asked.lookahead_steps.text or asked.lookahead_steps.value,
-            "the reference policy has knobs of its own",
-            remedy="leave it out; has_seat_headroom and is_overlapped decide",
-        )
+    for name, remedy in _NOT_ITS_LIMITS.items():
+        setting = getattr(asked, name)
+        if setting.is_set:
+            what = "the reference policy has knobs of its own"
+            raise InvalidSetting(name, setting.text or setting.value, what, remedy=remedy)
     is_ahead = reference.has_seat_headroom and reference.is_overlapped and rank.pp == 1
     return replace(
         limits,

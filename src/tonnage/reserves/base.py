@@ -10,7 +10,7 @@ from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention
 from tonnage.costs.ranks import RankShape, rank_shape
 from tonnage.layout import KVLayout
-from tonnage.terms import Chip, Claim, Lifetime, Rank, ReferenceSide, Scratch
+from tonnage.terms import Claim, Lifetime, Rank, ReferenceSide, Scratch
 
 #: Reserves whose bytes a measurement, or the closed form in its place, already holds. They are listed and cost nothing.
 COUNTED = frozenset({"graphs", "sampler", "fragmentation"})
@@ -39,9 +39,8 @@ class Declared:
 class ReserveInputs:
     """Everything a reserve may depend on; bytes of one rank.
 
-    dtype, kv_dtype  of weights and compute, and of the cache as it is allocated
+    dtype            of weights and compute
     device_kind      "cuda" or "host"
-    chip             None: no card in mind
     scratch          what ``backend`` declares for the kinds of layers of this rank; ``reads`` what it does with pages
     algorithm        how sparse attention picks tokens, "none" where it reads them all
     layout           of the cache; None: one group of pages of ``block_tokens`` tokens
@@ -54,10 +53,8 @@ class ReserveInputs:
     limits: Limits
     rank: Rank
     dtype: str
-    kv_dtype: str
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     device_kind: str = "cuda"
-    chip: Chip | None = None
     backend: str = "sdpa"
     reads: str = ""
     scratch: tuple[Declared, ...] = ()

@@ -48,11 +48,11 @@ class Environment:
         """From a process's variables. Raises ``InvalidSetting`` for numbers that cannot be read.
 
         The ratios of the first look fall back to their defaults instead, as the reference does. A malformed element
-        budget breaks the reference's import; here it is an error of that setting.
+        budget breaks the reference's import, and a switch that says "yes" is off there; here both are errors.
         """
         shares = variables.get("TRTLLM_WINDOW_SIZE_SHARES")
         return cls(
-            skip_estimation=variables.get("TRTLLM_SKIP_KV_CACHE_ESTIMATION") == "1",
+            skip_estimation=_count(variables, "TRTLLM_SKIP_KV_CACHE_ESTIMATION", 0, 0) == 1,
             indexer_elements=_count(variables, "TLLM_INDEXER_MQA_LOGITS_ELEM_BUDGET", DEFAULT_INDEXER_ELEMENTS, 1),
             mha_threshold_tokens=_count(variables, "TRTLLM_MLA_SHORT_SEQ_MHA_THRESHOLD", 0, 0),
             window_shares=None if shares is None else _shares(shares),

@@ -44,6 +44,7 @@ def without_effect(knobs: ReferenceKnobs, *, has_states: bool, has_shares: bool,
     used = {
         "max_util_for_resume": (knobs.manager == "V2", "only the page manager keeps part of its quota"),
         "state_dtype": (has_states, "no layer of this rank keeps a state"),
+        "max_tokens": (knobs.max_tokens, "0 caps nothing"),
         "fp8_context_mla_kv_len_cap": (has_cap, "no scratch is reserved for attended tokens"),
         "disk_cache_path": (knobs.disk_cache_bytes, "disk_cache_bytes is not set"),
         "window_shares": (has_shares, "the block manager has one window here, or another manager runs"),

@@ -9,7 +9,7 @@ import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from tonnage.budget.reference.environment import Environment
 from tonnage.errors import InvalidSetting
@@ -183,7 +183,7 @@ def _check_shares(knobs: ReferenceKnobs) -> None:
 
 def _check_counts(knobs: ReferenceKnobs) -> None:
     at_least_0 = ("max_tokens", "max_gpu_total_bytes", "encoder_cache_max_bytes", "fp8_context_mla_kv_len_cap")
-    least = dict.fromkeys((*at_least_0, "host_cache_bytes", "disk_cache_bytes"), 0)
+    least = dict.fromkeys((*at_least_0, "host_cache_bytes", "disk_cache_bytes", "encoder_max_num_tokens"), 0)
     least |= {"max_beam_width": 1, "avg_seq_len": 1}
     for name, smallest in least.items():
         value = getattr(knobs, name)
@@ -205,6 +205,9 @@ def _check_windows(windows: Sequence[int] | None) -> None:
 
 
 def _check_pools(knobs: ReferenceKnobs) -> None:
+    if knobs.manager not in get_args(Manager):
+        remedy = f"one of {', '.join(get_args(Manager))}"
+        raise InvalidSetting("manager", knobs.manager, "the reference has no such manager", remedy=remedy)
     if knobs.kv_dtype not in _KV_DTYPES:
         raise InvalidSetting("kv_dtype", knobs.kv_dtype, "no such dtype", remedy=f"one of {', '.join(_KV_DTYPES)}")
     if knobs.kv_dtype == "fp8_ds_mla" and knobs.enable_pool_rebalance:

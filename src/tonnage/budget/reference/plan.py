@@ -9,6 +9,7 @@ it are context, libraries, graphs, other processes and the probe's own pool. Our
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NoReturn
 
@@ -190,7 +191,8 @@ def _resumed(asked: Asked, solved: Solved) -> str:
         return ""
     share = asked.knobs.max_util_for_resume
     tokens = resumable_tokens(asked.cache.quota_cost(), solved.found.pool_bytes, resume_fraction=share)
-    return f"resumed requests may fill {tokens:,} tokens, {share} of the quota"
+    told = "any number of tokens" if tokens == math.inf else f"{tokens:,} tokens"
+    return f"resumed requests may fill {told}, {share} of the quota"
 
 
 def _not_charged(inputs: PlanInputs, solved: Solved) -> tuple[NotCharged, ...]:
