@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import pytest
+from gather import Gather
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +40,6 @@ from tonnage.terms import (
     Rank,
     Scratch,
     Source,
-    StepShape,
 )
 from tonnage.units import GiB
 
@@ -50,18 +51,8 @@ K, W, BUDGET = 35_136, 40_960, 40 * GiB
 REFERENCE = {262_144: (916_787, 262_144), 33_554_432: (564_414, 564_414), 131_072: (1_069_585, 131_072)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gather(Scratch):
-    backend: str = "test"
-    name: str = "gather"
-    share: str = "attention"
-    source: str = "test"
-    chunk_bounded: bool = False
-    rate: int
-    base: int = 0
-
-    def bytes_at(self, shape: StepShape, chip: Chip) -> int:
-        return self.base + self.rate * shape.attended_tokens
+#: Of a backend that does not cut its work to stay below a bound.
+unbounded = partial(Gather, chunk_bounded=False)
 
 
 def claim(cost: Fixed | Scratch, name: str = "gather", **changes: object) -> Claim:
@@ -83,7 +74,7 @@ def inputs(
     device_bytes: int = 100_000,
     *,
     groups: tuple[KVGroup, ...] = (group(KVGroupKind.FULL, block_tokens=4, block_bytes=100),),
-    claims: tuple[Claim, ...] = (claim(Gather(rate=10, base=7)),),
+    claims: tuple[Claim, ...] = (claim(unbounded(rate=10, base=7)),),
     length: int = 40,
     rows: int = 100,
     page_bytes: int = 64,
@@ -123,7 +114,7 @@ def test_the_references_pools_as_points_of_a_curve(most):
     """Blocks of one token and pages of one byte, so that nothing is rounded; 256 sequences of 131,072 tokens."""
     latent = (group(KVGroupKind.LATENT, block_tokens=1, block_bytes=K),)
     asked = inputs(
-        BUDGET, groups=latent, claims=(claim(Gather(rate=W)),), length=131_072, rows=256, page_bytes=1, weights=0,
+        BUDGET, groups=latent, claims=(claim(unbounded(rate=W)),), length=131_072, rows=256, page_bytes=1, weights=0,
         attended_tokens=most,
     )  # fmt: skip
     current = attended_curve(asked).marked(CURRENT)
@@ -163,7 +154,7 @@ def test_both_ends_the_setting_and_the_bend_are_points():
 def test_every_point_is_the_plan_with_that_setting(device, rate, base, length, rows, page, now, kv_tokens, policy):
     asked = {"attended_tokens": now, "kv_tokens": kv_tokens, "scratch": policy}
     made = inputs(
-        device, claims=(claim(Gather(rate=rate, base=base)),), length=length, rows=rows, page_bytes=page,
+        device, claims=(claim(unbounded(rate=rate, base=base)),), length=length, rows=rows, page_bytes=page,
         **{name: value for name, value in asked.items() if value is not None},
     )  # fmt: skip
     try:
@@ -190,12 +181,12 @@ def test_every_point_is_the_plan_with_that_setting(device, rate, base, length, r
 
 
 def test_scratch_that_keeps_its_state_is_not_lent():
-    kept = claim(Gather(rate=10), lendable=False)
+    kept = claim(unbounded(rate=10), lendable=False)
     assert lent_tokens(inputs(claims=(kept,))) is None
     # one arena, two declarations: whoever keeps state keeps all of it
-    both = (claim(Gather(rate=10)), claim(Gather(rate=5), name="other", share="gather", lendable=False))
+    both = (claim(unbounded(rate=10)), claim(unbounded(rate=5), name="other", share="gather", lendable=False))
     assert lent_tokens(inputs(claims=both)) is None
-    apart = (claim(Gather(rate=10)), claim(Gather(rate=5), name="other", lendable=False))
+    apart = (claim(unbounded(rate=10)), claim(unbounded(rate=5), name="other", lendable=False))
     only_other = plan(inputs(claims=apart[1:])).kv.tokens
     assert lent_tokens(inputs(claims=apart)) == only_other
 
@@ -223,7 +214,7 @@ GROUPS = (
 @settings(max_examples=25)
 def test_the_stack_adds_up_and_crosses_where_the_plan_is(device, rate, rows, page, kv_tokens):
     capped = {} if kv_tokens is None else {"kv_tokens": kv_tokens}
-    asked = inputs(device, groups=GROUPS, claims=(claim(Gather(rate=rate)),), rows=rows, page_bytes=page, **capped)
+    asked = inputs(device, groups=GROUPS, claims=(claim(unbounded(rate=rate)),), rows=rows, page_bytes=page, **capped)
     try:
         made = plan(asked)
     except DoesNotFit:

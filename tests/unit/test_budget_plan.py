@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from gather import Gather
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,21 +34,6 @@ from tonnage.terms import (
 
 BLOCK_TOKENS, SLAB_BYTES, PAGE_BYTES = 4, 100, 64
 CHIP = Chip(name="test", sm=0, num_sms=0, total_bytes=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gather(Scratch):
-    """``rate`` bytes for each attended token, on top of ``base``."""
-
-    backend: str = "test"
-    name: str = "gather"
-    share: str = "attention"
-    source: str = "test"
-    rate: int
-    base: int = 0
-
-    def bytes_at(self, shape: StepShape, chip: Chip) -> int:
-        return self.base + self.rate * shape.attended_tokens
 
 
 def layout() -> KVLayout:

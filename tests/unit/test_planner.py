@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from asked import knobs, limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,18 +29,6 @@ from tonnage.units import GiB, MiB, parse_bytes
 
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
 SMOLLM2 = find_config("smollm2")
-
-
-def flags(kind: type, **values: object):
-    return kind(**{name: Setting.flag(value, value, f"--{name}") for name, value in values.items()})
-
-
-def knobs(**values: object) -> Knobs:
-    return flags(Knobs, **values)
-
-
-def limits(**values: object) -> LimitKnobs:
-    return flags(LimitKnobs, **values)
 
 
 def checked(made: MemoryPlan) -> MemoryPlan:

@@ -9,15 +9,15 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from asked import knobs, limits, workload
 
-from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import find_card, generic_card, host_card
 from tonnage.planner import find_config, plan_without_device
 from tonnage.planner.dimensions import graphs_text
 from tonnage.planner.fit import LENGTH_IS_OPEN, Fit, fit
-from tonnage.planner.workload import Goal, Workload, parse_goal
+from tonnage.planner.workload import Goal, parse_goal
 from tonnage.terms import Rank
 from tonnage.units import GiB, MiB
 
@@ -25,22 +25,6 @@ LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-
 SMOLLM2 = find_config("smollm2")
 H100 = find_card("H100")
 LONGEST, MOST = Goal.LONGEST_CONTEXT, Goal.MOST_CONCURRENCY
-
-
-def workload(users: int, prompt: int, output: int = 0) -> Workload:
-    return Workload(num_users=users, prompt_tokens=prompt, output_tokens=output)
-
-
-def flags(kind: type, **values: object):
-    return kind(**{name: Setting.flag(value, value, f"--{name}") for name, value in values.items()})
-
-
-def knobs(**values: object) -> Knobs:
-    return flags(Knobs, **values)
-
-
-def limits(**values: object) -> LimitKnobs:
-    return flags(LimitKnobs, **values)
 
 
 #: card, goal, what was set -> (goal in numbers, names given up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from asked import workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +22,6 @@ from tonnage.units import GiB, MiB, round_up
 
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
 SMOLLM2 = find_config("smollm2")
-
-
-def workload(users: int, prompt: int, output: int = 0) -> Workload:
-    return Workload(num_users=users, prompt_tokens=prompt, output_tokens=output)
 
 
 def holds_at_the_least(card: Card, goal: Workload, rank: Rank | None = None) -> bool:

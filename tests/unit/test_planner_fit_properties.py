@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import shapes
+from asked import knobs, limits, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tonnage.budget.fit import Values
-from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card, generic_card
@@ -25,22 +25,6 @@ from tonnage.units import GiB, MiB
 
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
 LONGEST, MOST = Goal.LONGEST_CONTEXT, Goal.MOST_CONCURRENCY
-
-
-def workload(users: int, prompt: int, output: int = 0) -> Workload:
-    return Workload(num_users=users, prompt_tokens=prompt, output_tokens=output)
-
-
-def flags(kind: type, **values: object):
-    return kind(**{name: Setting.flag(value, value, f"--{name}") for name, value in values.items()})
-
-
-def knobs(**values: object) -> Knobs:
-    return flags(Knobs, **values)
-
-
-def limits(**values: object) -> LimitKnobs:
-    return flags(LimitKnobs, **values)
 
 
 def from_flags(made: Fit) -> dict[str, object]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import shapes
+from asked import knobs, limits, workload
 
-from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
@@ -21,22 +21,6 @@ from tonnage.units import GiB, parse_bytes
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
 H100 = find_card("H100")
 LONGEST, MOST = Goal.LONGEST_CONTEXT, Goal.MOST_CONCURRENCY
-
-
-def workload(users: int, prompt: int, output: int = 0) -> Workload:
-    return Workload(num_users=users, prompt_tokens=prompt, output_tokens=output)
-
-
-def flags(kind: type, **values: object):
-    return kind(**{name: Setting.flag(value, value, f"--{name}") for name, value in values.items()})
-
-
-def knobs(**values: object) -> Knobs:
-    return flags(Knobs, **values)
-
-
-def limits(**values: object) -> LimitKnobs:
-    return flags(LimitKnobs, **values)
 
 
 #: card, workload, knobs set, limits set; every one is refused

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from gather import Gather
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,6 @@ from tonnage.terms import (
     Quantity,
     Rank,
     ReferenceSide,
-    Scratch,
     Source,
     StagePeak,
     StepShape,
@@ -43,21 +43,6 @@ from tonnage.units import GiB
 CHIP = Chip(name="test", sm=90, num_sms=0, total_bytes=0)
 PEAK, POOL = ReferenceSide.PEAK, ReferenceSide.POOL
 V1, V2 = ReferenceKnobs(), ReferenceKnobs(manager="V2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gather(Scratch):
-    """``rate`` bytes for each attended token, on top of ``base``."""
-
-    backend: str = "test"
-    name: str = "gather"
-    share: str = "attention"
-    source: str = "test"
-    rate: int
-    base: int = 0
-
-    def bytes_at(self, shape: StepShape, chip: Chip) -> int:
-        return self.base + self.rate * shape.attended_tokens
 
 
 def group(kind: KVGroupKind, name: str, *, window: int | None = None, block_bytes: int = 100) -> KVGroup:
