@@ -127,7 +127,8 @@ class LimitKnobs:
     What requests may ask for beyond plain text; only plans know these, but for prompt_logprobs:
 
     max_draft_tokens        tokens drafted ahead for a sequence in a step (default 0)
-    lookahead_steps         steps prepared while one runs (default 0); each needs seats and a token a sequence more
+    lookahead_steps         steps prepared while one runs (default 0); any of them doubles the seats, and each needs a
+                            token a sequence more
     snapshot_tokens         a recurrent state is kept every so many tokens, so that prefixes can be used again (default
                             0: none are)
     max_adapters            low-rank adapters resident at once (default 0), of at most max_adapter_rank (default 16)

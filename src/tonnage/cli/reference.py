@@ -35,10 +35,10 @@ def reference_knobs(texts: Iterable[str]) -> ReferenceKnobs:
             raise InvalidSetting(FLAG, text, f"{name} is given twice", remedy="keep one of them")
         if not is_variable:
             given[name] = _value(name, value)
-        elif name in VARIABLES:
+        elif name in VARIABLES.values():
             variables[name] = value
         else:
-            remedy = f"use one of {', '.join(VARIABLES)}"
+            remedy = f"use one of {', '.join(VARIABLES.values())}"
             raise InvalidSetting(FLAG, name, "the reference reads no such variable", remedy=remedy)
     return ReferenceKnobs(**given, environment=Environment.read(variables))
 

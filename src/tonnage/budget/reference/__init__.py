@@ -9,6 +9,9 @@
     tokens, pages, split, host   bytes to tokens to blocks, on every rank and for two caches and three tiers
     plan                 the same derivation over the inputs of any plan
 
+A plan computes with what ``plan`` imports, and what that needs in turn. The other functions state the rest of the
+reference's rules for whoever compares engines, each held to worked vectors by the tests; no plan reads them.
+
 Bytes unless a name says tokens or blocks; fractions are exact, and the reference's floats are compared after
 flooring. Quirks of the reference are kept and marked, with what ours does instead. ``docs/reference-policy.md`` tells
 the order and the differences.

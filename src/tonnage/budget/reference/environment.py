@@ -14,16 +14,16 @@ from tonnage.units import GiB
 DEFAULT_INDEXER_ELEMENTS = 2**31
 #: What torch is left short of when its share of the device is set at the end.
 TORCH_MARGIN_BYTES = 32 * 2**20
-#: Every variable that is read.
-VARIABLES = (
-    "TRTLLM_SKIP_KV_CACHE_ESTIMATION",
-    "TLLM_INDEXER_MQA_LOGITS_ELEM_BUDGET",
-    "TRTLLM_MLA_SHORT_SEQ_MHA_THRESHOLD",
-    "TRTLLM_WINDOW_SIZE_SHARES",
-    "TLLM_STARTUP_FREE_MEM_WARN_RATIO",
-    "TLLM_STARTUP_FREE_MEM_INFO_RATIO",
-    "TLLM_STARTUP_FREE_MEM_MIN_GIB",
-)
+#: Every variable that is read, by the field that holds it.
+VARIABLES = {
+    "skip_estimation": "TRTLLM_SKIP_KV_CACHE_ESTIMATION",
+    "indexer_elements": "TLLM_INDEXER_MQA_LOGITS_ELEM_BUDGET",
+    "mha_threshold_tokens": "TRTLLM_MLA_SHORT_SEQ_MHA_THRESHOLD",
+    "window_shares": "TRTLLM_WINDOW_SIZE_SHARES",
+    "warn_fraction": "TLLM_STARTUP_FREE_MEM_WARN_RATIO",
+    "info_fraction": "TLLM_STARTUP_FREE_MEM_INFO_RATIO",
+    "least_bytes": "TLLM_STARTUP_FREE_MEM_MIN_GIB",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

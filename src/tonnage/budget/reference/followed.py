@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from tonnage.budget.reference.environment import Environment
+from tonnage.budget.reference.environment import VARIABLES, Environment
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.errors import InvalidSetting
 
@@ -66,12 +66,13 @@ def _refuse(unfollowed: Mapping[str, str], given: object, usual: object) -> None
         value = getattr(given, name)
         if value == getattr(usual, name):
             continue
+        told = VARIABLES.get(name, name)
         where = f"; the arithmetic is in tonnage.budget.reference: {functions}" if functions else ""
         raise InvalidSetting(
-            name,
+            told,
             _shown(value),
             f"plans by the reference policy do not follow it in this release{where}",
-            remedy=f"leave {name} out",
+            remedy=f"leave {told} out",
         )
 
 
