@@ -164,7 +164,7 @@ def find_card(name: str) -> Card:
         raise InvalidSetting(
             "device", name,
             f"a {WITHOUT_TOTAL[wanted]} is not in the catalogue, for no log at hand says what its driver reports",
-            remedy="give the total that nvidia-smi or a start-up log shows, such as --memory 45GiB",
+            remedy="give the total that nvidia-smi or a start-up log shows, alone, such as --memory 45GiB",
         )  # fmt: skip
     import difflib  # only a misspelt name needs it
 
@@ -202,9 +202,14 @@ def host_card(total_bytes: int, *, name: str = "host", page_bytes: int = HOST_PA
     return Card(name=name, kind="host", total=total, sm=0, num_sms=0, page_bytes=page_bytes)
 
 
+def is_host(device: str) -> bool:
+    """Whether that name means host memory."""
+    return _plain(device) in ("host", "cpu")
+
+
 def card_for(device: str | None, memory_bytes: int | None) -> Card:
     """The card that a device name, a size, or both describe; "host" and "cpu" mean host memory and need the size."""
-    if device is not None and _plain(device) in ("host", "cpu"):
+    if device is not None and is_host(device):
         if memory_bytes is None:
             raise InvalidSetting("device", device, "host memory has no size of its own", remedy="add --memory 8GiB")
         return host_card(memory_bytes)

@@ -57,6 +57,7 @@ PLAN = f"plan {LLAMA}"
 BAD = {
     # what the device is
     PLAN: "does not know the device|Need: --device NAME or --memory SIZE|To change: add --device H100",
+    f"{PLAN} --device B200 --memory 178GiB": "B200 is not in the catalogue|alone, such as --memory 45GiB",
     f"{PLAN} --device H100 --memory 80GiB": "both say how large|Need: one of them|--device H100 --total-bytes 80GiB",
     f"{PLAN} --device H1000": "'H1000'|not in the catalogue|close: H100|To change: use one of",
     f"{PLAN} --device host": "host memory has no size|add --memory",

@@ -56,6 +56,15 @@ def test_features_become_limits_and_knobs(tonnage: Program) -> None:
     )
 
 
+@pytest.mark.parametrize("how", ["", "--explain"])
+def test_limits_that_were_asked_are_shown(tonnage: Program, how: str) -> None:
+    flags = f"--device H100 --lookahead-steps 1 --max-adapters 2 --prompt-logprobs {how}".split()
+    told = " ".join(tonnage("plan", LLAMA, *flags).out.replace(" = ", " ").split())
+    for each in ("lookahead_steps 1", "max_adapters 2", "prompt_logprobs yes"):
+        assert f"{each} (--{each.split()[0].replace('_', '-')})" in told
+    assert "max_draft_tokens" not in told
+
+
 def test_the_reference_policy(tonnage: Program) -> None:
     made = planned(tonnage, "--policy", "reference", "--reference", "max_tokens=100k", "--reference", "manager=v2")
     assert made["kv"]["tokens"] <= 100_000 / 0.95 + 32

@@ -107,6 +107,13 @@ def test_a_value_is_read_as_its_engine_writes_it(typed: str, ours: str, value: o
     assert [note.startswith(f"--like {typed}: ") for note in made.notes] == [True] * about
 
 
+@pytest.mark.parametrize("text", ["4GB", "-1", "1e-12", "x", ""])
+@pytest.mark.parametrize(("knob", "unit"), [("vllm:kv_offloading_size", "GiB"), ("sglang:hicache_size", "GB")])
+def test_a_bare_number_is_told_as_it_was_typed(knob: str, unit: str, text: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"--like {knob} = '{text}': not a number of {unit}"):
+        asked(f"{knob}={text}")
+
+
 def test_every_knob_that_needs_no_plan_is_in_the_table_above() -> None:
     tried = {parse_like(typed).knob.full_name for typed, _, _ in VALUES}
     assert tried == {k.full_name for k in KNOBS if k.match is not Match.NONE and k.by is not By.PLAN}

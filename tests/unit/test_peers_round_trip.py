@@ -222,11 +222,16 @@ def test_plans_of_models(place: tuple[ModelConfig, Card]) -> None:
     assert len(ENGINES) == 3
 
 
-@pytest.mark.parametrize("key", ["gemma-3-27b", "qwen3.6-27b"])
-def test_a_share_that_is_printed_is_never_refused(key: str) -> None:
-    """From the smallest device upwards: pools of one sequence, states, windows."""
+@pytest.mark.parametrize(
+    ("key", "snapshot_tokens"), [("gemma-3-27b", 0), ("qwen3.6-27b", 0), ("qwen3.6-27b", 1024), ("qwen3.6-27b", 64)]
+)
+def test_a_share_that_is_printed_is_never_refused(key: str, snapshot_tokens: int) -> None:
+    """From the smallest device upwards: pools of one sequence, states and their snapshots, windows."""
     config = shapes.config(key)
-    limits = LimitKnobs(max_seq_len=Setting.flag(8192, "8192", "--max-seq-len"))
+    limits = LimitKnobs(
+        max_seq_len=Setting.flag(8192, "8192", "--max-seq-len"),
+        snapshot_tokens=Setting.flag(snapshot_tokens, snapshot_tokens, "--snapshot-tokens"),
+    )
 
     def on(num_mib: int) -> PlanWith:
         card = generic_card(num_mib * MiB)

@@ -31,6 +31,8 @@ TOLD = {
     f"{LLAMA} --device H100 --max-adapter-rank 8": ["max_adapter_rank"],
     f"{LLAMA} --device H100 --max-adapter-rank 8 --max-adapters 2": [],
     f"{LLAMA} --device H100 --state-dtype fp32": ["state_dtype"],
+    f"{LLAMA} --device H100 --snapshot-tokens 1024": ["snapshot_tokens"],
+    f"{LLAMA} --device H100 --snapshot-tokens 0": [],
 }
 
 

@@ -195,22 +195,10 @@ def _needs_workload(inverse: str) -> UserError:
 
 def _card(asked: _Asked, *, sized: bool) -> Card:
     """The device; where its size is the question, any of its kind."""
-    if asked.device is None and asked.memory is None:
-        if sized:
-            raise UserError(
-                "tonnage fit does not know the device",
-                need="--device NAME or --memory SIZE",
-                remedy="add --device H100, or --memory 80GiB for a device of that size",
-            )
-        return card_of(None, "1GiB", verb="fit")
-    if (
-        not sized
-        and asked.device is not None
-        and asked.memory is None
-        and asked.device.strip().lower() in ("host", "cpu")
-    ):
-        return card_of(asked.device, "1GiB", verb="fit")
-    return card_of(asked.device, asked.memory, verb="fit")
+    from tonnage.hardware import is_host
+
+    is_open = asked.memory is None and (asked.device is None or is_host(asked.device))
+    return card_of(asked.device, "1GiB" if is_open and not sized else asked.memory, verb="fit")
 
 
 def _least_memory(config: ModelConfig, card: Card, asked: _Asked) -> FitView:

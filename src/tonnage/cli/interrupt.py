@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: A process ended by signal n exits with this much more.
+#: A process ended by signal n exits with this much more, as shells tell it.
 SIGNAL_EXIT = 128
 
 

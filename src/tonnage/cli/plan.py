@@ -145,7 +145,7 @@ def check_stages(ranks: RankOptions) -> None:
 
 def card_of(device: str | None, memory: str | None, *, verb: str) -> Card:
     """The device that the two flags name. Raises ``UserError`` for neither, or for both where they contradict."""
-    from tonnage.hardware import card_for
+    from tonnage.hardware import card_for, find_card, is_host
 
     num_bytes = opt.read_bytes(memory, "--memory")
     if device is None and num_bytes is None:
@@ -154,7 +154,8 @@ def card_of(device: str | None, memory: str | None, *, verb: str) -> Card:
             need="--device NAME or --memory SIZE",
             remedy="add --device H100, or --memory 80GiB for a device of that size",
         )
-    if device is not None and num_bytes is not None and device.strip().lower() not in ("host", "cpu"):
+    if device is not None and num_bytes is not None and not is_host(device):
+        find_card(device)  # a name that is not known is told first: no part can be taken of such a card
         raise UserError(
             f"--device {device} and --memory {memory} both say how large the device is",
             need="one of them",

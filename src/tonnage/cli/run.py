@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tonnage.engine.request import Delta
     from tonnage.report import RunResult
 
-#: A shell tells "ended by signal N" by this much more than N.
 #: Failures told one by one on stderr; ``--output`` holds them all.
 NUM_FAILURES_TOLD = 20
 #: Characters of a completion that are shown when the requests came from a file.

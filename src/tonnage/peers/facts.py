@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tonnage.budget.pool import GroupPrice, unit_tokens
+from tonnage.budget.pool import group_prices, unit_tokens
 from tonnage.terms import LineKind, MemoryPlan
 
 #: The line of what is left over because blocks are whole. It is free memory to another engine.
@@ -63,7 +63,7 @@ class PlanFacts:
 def _least(plan: MemoryPlan) -> int:
     layout = plan.kv.layout
     unit = unit_tokens(layout) or 1
-    prices = (GroupPrice.of(group, limits=plan.limits, unit=unit, cp=plan.rank.cp) for group in layout.groups)
+    prices = group_prices(layout, limits=plan.limits, unit=unit, cp=plan.rank.cp)
     return layout.slab_bytes * sum(price.blocks_of_sequences(1) for price in prices)
 
 

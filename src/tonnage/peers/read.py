@@ -47,13 +47,12 @@ def size_or_unset(text: str, knob: str) -> int | None:
 
 def gibibytes(text: str, knob: str) -> int | None:
     """A number of GiB, as a bare number; 0 is none at all, which is a value of ours too."""
-    try:
-        value = Fraction(text.strip()) * GiB
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    if value < 0 or value.denominator != 1:
-        raise InvalidSetting(knob, text, "not a number of GiB", remedy="write a number such as 4 or 1.5")
-    return int(value)
+    return _number_of(text, knob, GiB, "GiB")
+
+
+def gigabytes(text: str, knob: str) -> int | None:
+    """A number of GB of 1000^3 bytes, as a bare number; 0 means that it says nothing."""
+    return _number_of(text, knob, 1000**3, "GB") or None
 
 
 def chunk(text: str, knob: str) -> int | None:
@@ -99,6 +98,16 @@ def batch_sizes(text: str, knob: str) -> str | None:
     if not parts:
         raise InvalidSetting(knob, text, "no sizes", remedy="write sizes such as 1,2,4,8")
     return ",".join(str(parse_count(part, knob=knob)) for part in parts)
+
+
+def _number_of(text: str, knob: str, unit_bytes: int, unit: str) -> int:
+    try:
+        value = Fraction(text.strip()) * unit_bytes
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    if value < 0 or value.denominator != 1:
+        raise InvalidSetting(knob, text, f"not a number of {unit}", remedy="write a number such as 4 or 1.5")
+    return int(value)
 
 
 def _scaled(found: re.Match[str], text: str, knob: str) -> int:

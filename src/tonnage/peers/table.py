@@ -120,7 +120,7 @@ def _sglang() -> tuple[PeerKnob, ...]:
         row("max_loras_per_batch", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
         row("hicache_size", "host_kv_bytes", "GB of 1000^3 bytes for each rank; here it is for all together",
-            read=_decimal_gigabytes),
+            read=read.gigabytes),
         row("swa_full_tokens_ratio", differs="window layers get what their windows need here, not a share"),
         row("mamba_full_memory_ratio", differs="recurrent states get what max_batch_size needs here, not a share"),
         row("tp_size", differs=RANKS, instead="--tp", aliases=("tp", "tensor_parallel_size")),
@@ -166,10 +166,6 @@ def _trtllm() -> tuple[PeerKnob, ...]:
 def _row(engine: Engine, name: str, ours: str, differs: str, **fields: object) -> PeerKnob:
     match = Match.NONE if not ours else Match.ABOUT if differs else Match.EXACT
     return PeerKnob(engine=engine, name=name, ours=ours, differs=differs, match=match, **fields)  # type: ignore[arg-type]
-
-
-def _decimal_gigabytes(text: str, knob: str) -> object:
-    return read.size_or_unset(f"{text.strip()}GB", knob)
 
 
 KNOBS: tuple[PeerKnob, ...] = (*_vllm(), *_sglang(), *_trtllm())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tonnage.layout import KVGroup, KVGroupKind, group_families
 from tonnage.report.draw import hanging, plural, spread
 from tonnage.report.plan_json import bytes_per_token
-from tonnage.report.table import origin_text
+from tonnage.report.table import asked_settings, origin_text
 from tonnage.terms import Cap, KVPool, Lifetime, Line, LineKind, MemoryPlan, Source, Step
 from tonnage.units import format_bytes
 
@@ -134,7 +134,7 @@ def _asked(plan: MemoryPlan) -> Iterator[Paragraph]:
         ("max_num_tokens", f"a step computes at most {plural(limits.max_num_tokens, 'token')}"),
     ):
         yield _told(f"{name}: {told} ({origin_text(getattr(plan.limit_knobs, name))})")
-    given = [(name, setting) for name, setting in plan.knobs.items() if setting.is_set]
+    given = asked_settings(plan)
     for name, setting in given:
         yield _told(f"{name} = {setting.text or setting.value} ({origin_text(setting)})")
     if plan.policy == REFERENCE:

@@ -21,5 +21,7 @@ def _idle(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
                 yield name, "no scratch grows with the tokens that a step attends to"
     if asked.max_adapter_rank.is_set and not limits.max_adapters:
         yield "max_adapter_rank", "no adapters are planned for; max_adapters says how many"
-    if knobs.state_dtype.is_set and not any(group.kind == KVGroupKind.STATE for group in plan.kv.layout.groups):
-        yield "state_dtype", "no layer of this model keeps a recurrent state"
+    if not any(group.kind == KVGroupKind.STATE for group in plan.kv.layout.groups):
+        for name, is_asked in (("state_dtype", knobs.state_dtype.is_set), ("snapshot_tokens", limits.snapshot_tokens)):
+            if is_asked:
+                yield name, "no layer of this model keeps a recurrent state"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+#: The limits that every plan shows.
+SHAPES = ("max_seq_len", "max_batch_size", "max_num_tokens")
 #: From this width on, reasons stand beside their lines; below it, under them.
 WIDE = 128
 #: Cells between and in the columns of numbers of the partition.
@@ -71,6 +73,12 @@ def origin_text(setting: Setting[Any]) -> str:
     if setting.origin == Origin.FIT:
         return setting.where or "the largest that fits"
     return setting.where or setting.origin.value
+
+
+def asked_settings(plan: MemoryPlan) -> list[tuple[str, Setting[Any]]]:
+    """The knobs that were asked for, and the limits beside those that every plan shows."""
+    features = [(name, setting) for name, setting in plan.limit_knobs.items() if name not in SHAPES]
+    return [(name, setting) for name, setting in (*plan.knobs.items(), *features) if setting.is_set]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +234,7 @@ def caps_table(plan: MemoryPlan) -> Table:
 
 
 def switched_off_text(plan: MemoryPlan, width: int) -> Text:
-    """Claims that the user switched off: requests that need them are refused, and here is what that saves."""
+    """Claims that the user switched off: what that saves, and what is lost without them."""
     from rich.text import Text
 
     told = [
@@ -245,12 +253,12 @@ def warnings_text(plan: MemoryPlan, width: int) -> Text:
 
 
 def _limits(plan: MemoryPlan) -> list[str]:
-    names = ("max_seq_len", "max_batch_size", "max_num_tokens")
-    return [f"{name} {getattr(plan.limits, name):,} ({origin_text(getattr(plan.limit_knobs, name))})" for name in names]
+    asked = plan.limit_knobs
+    return [f"{name} {getattr(plan.limits, name):,} ({origin_text(getattr(asked, name))})" for name in SHAPES]
 
 
 def _asked(plan: MemoryPlan) -> list[str]:
-    given = [(name, setting) for name, setting in plan.knobs.items() if setting.is_set]
+    given = asked_settings(plan)
     told = [f"{name} {setting.text or setting.value} ({origin_text(setting)})" for name, setting in given]
     return told + [f"without claim {name}" for name in sorted(plan.knobs.disabled_claims)]
 
