@@ -106,23 +106,9 @@ def group_families(layout: KVLayout) -> dict[str, tuple[KVGroup, ...]]:
     return families
 
 
-def padding_bytes_per_block(layout: KVLayout) -> dict[str, int]:
-    """What a slab has beyond the block of each group, by the group's name."""
-    return {group.name: layout.slab_bytes - group.block_bytes for group in layout.groups}
-
-
 def state_bytes_per_sequence(layout: KVLayout) -> int:
     """Recurrent state of one sequence, whatever its length, without padding."""
     return sum(group.block_bytes for group in layout.groups if group.kind is KVGroupKind.STATE)
-
-
-def window_bytes_per_sequence(layout: KVLayout) -> int:
-    """The most that windows hold for one sequence between steps: whole blocks, without padding."""
-    return sum(
-        window_blocks(group.window, group.block_tokens) * group.block_bytes
-        for group in layout.groups
-        if group.kind is KVGroupKind.WINDOW and group.window is not None
-    )
 
 
 def window_blocks(window: int, block_tokens: int, *, extra_tokens: int = 0) -> int:

@@ -198,6 +198,10 @@ def test_broken_files_are_refused_by_name(tmp_path, content, told):
         {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [False, 8]},
         {"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]}, {"dtype": "F32", "shape": [2], "data_offsets": [0]},
     ],
 )  # fmt: skip
@@ -210,8 +214,12 @@ def test_entries_that_do_not_add_up(tmp_path, entry):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}, "metadata": {"total_size": "x"}}']
-)
+    "text",
+    [
+        "", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}, "metadata": {"total_size": "x"}}',
+        '{"weight_map": {}, "metadata": {"total_size": -5}}', '{"weight_map": {}, "metadata": {"total_size": true}}',
+    ],
+)  # fmt: skip
 def test_broken_indexes(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(InputError, match="no index"):
@@ -280,6 +288,7 @@ def test_a_gguf_header(tmp_path):
         (gguf([("w", (3, 3), 12)]), "9 elements, no multiple of 256"),
         (gguf([("w", (3, 3), 99)]), "of type 99"),
         (gguf([("w", (3, 3), 0)])[:-9], "ends inside"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 100) + b"cut", "ends inside"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**50, 0), "counts 1,125,899,906,842,624"),
     ],
 )

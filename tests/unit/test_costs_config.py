@@ -127,6 +127,7 @@ def test_fields_that_contradict(changes, named):
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"vision_config": {"depth": 3}}, "vision_config"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq)"),
+        ({"compression_config": {"quant_method": "fp8"}}, "compression_config (fp8)"),
         ({"model_type": "mistral"}, "sliding_window = 4096"),
         (
             {"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": True, "max_window_layers": 0},

@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention, Dense, Experts, Latent, Layer, Quantisation, Recurrent
 from tonnage.costs.models import find_config
-from tonnage.costs.price import tensors_of, weights_price
-from tonnage.costs.tensors import Component
+from tonnage.costs.parameters import Build, layer_tensors
+from tonnage.costs.price import weights_price
+from tonnage.costs.tensors import Component, Cut
+from tonnage.costs.traits import traits_of
 from tonnage.costs.weights import weights_layout
-from tonnage.errors import InvalidSetting
+from tonnage.errors import InvalidSetting, ModelConfigError
 from tonnage.terms import Rank, Source
+from tonnage.units import GiB
 
 DATA = json.loads((Path(__file__).parents[1] / "data/weights/logged.json").read_text())
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
 SMOLLM2 = find_config("smollm2")
-GIB = 2**30
 
 
 def published(name: str, **changes: object) -> ModelConfig:
@@ -81,7 +83,7 @@ def test_logged_weights(start):
     rank = Rank(tp=start["tp"], pp=start["pp"], size=start["tp"] * start["pp"], partition=parts)
     dtype = None if start["dtype"] == "auto" else start["dtype"]
     quantity = weights_price(published(start["model"]), dtype=dtype, rank=rank).quantity
-    logged = start["weights_gib"] * GIB
+    logged = start["weights_gib"] * GiB
     if start["id"] not in MISSES:
         assert abs(quantity.bytes - logged) <= 0.03 * logged
     elif "inside the bar" in MISSES[start["id"]]:
@@ -143,8 +145,15 @@ def test_attention_data_parallel_replicates_attention_alone():
 
 def test_latents_lie_on_every_rank():
     config = published("deepseek-v3", quantization_config=None)
-    rank = {t.module: t for t in tensors_of(config, rank=Rank(tp=8, size=8)) if "self_attn" in t.module}
-    whole = {t.module: t for t in tensors_of(config) if "self_attn" in t.module}
+    rank, whole = (
+        {
+            t.module: t
+            for t in layer_tensors(
+                config.layers[0], Build(hidden=7168, traits=traits_of(config)[0], cut=Cut.of(Rank(tp=tp, size=tp)))
+            )
+        }
+        for tp in (8, 1)
+    )
     for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"):
         assert rank[f"self_attn.{name}"] == whole[f"self_attn.{name}"]
     for name in ("q_b_proj", "kv_b_proj", "o_proj"):
@@ -190,6 +199,22 @@ def test_what_cannot_be_split_is_refused():
         weights_price(LLAMA_8B, rank=Rank(tp=5, size=5))
     with pytest.raises(InvalidSetting, match="dtype"):
         weights_price(LLAMA_8B, dtype="int3")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("lfm2-700m", "block_multiple_of", 0),
+        ("lfm2-700m", "block_ffn_dim_multiplier", float("nan")),
+        ("lfm2-700m", "block_ffn_dim_multiplier", float("inf")),
+        ("lfm2-700m", "block_ffn_dim_multiplier", -1),
+        ("lfm2-700m", "block_ffn_dim_multiplier", "1.0"),
+        ("deepseek-v3", "moe_latent_size", -64),
+    ],
+)
+def test_widths_that_make_no_sense_are_refused_by_name(name, key, value):
+    with pytest.raises(ModelConfigError, match=f"{name}: {key} = "):
+        weights_price(published(name, **{key: value}))
 
 
 HEADS = st.sampled_from([(8, 1), (8, 2), (8, 8), (16, 4)])

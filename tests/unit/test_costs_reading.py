@@ -268,6 +268,14 @@ def test_a_block_of_any_shape_has_one_scale(block, scales):
     assert Packing.of(config).span(200, 300) == Span.exact(200 * 300 + 4 * scales)
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize("part", [None, "text_config", "llm_config"])
+def test_a_packing_is_the_same_wherever_it_is_written(key, part):
+    packing = {"quant_method": "fp8", "weight_block_size": [64, 128]}
+    config = read({"model_type": "outer", part: {**LLAMA, key: packing}} if part else {**LLAMA, key: packing})
+    assert Packing.of(config).span(200, 300) == Span.exact(200 * 300 + 4 * 4 * 3)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "name"),
     [("W8A16", "int8"), ("W8A8_SQ_PER_CHANNEL", "int8"), ("FP8", "fp8"), ("NVFP4", "nvfp4"), ("W4A16_AWQ", "int4")],

@@ -114,7 +114,9 @@ def _tensor(file: Path, name: str, entry: object, room: int) -> StoredTensor:
     try:
         if not isinstance(entry, Mapping):
             raise TypeError
-        shape, (begin, end) = tuple(int(size) for size in entry["shape"]), entry["data_offsets"]
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if any(type(size) is not int for size in (*shape, begin, end)):
+            raise TypeError
         tensor = StoredTensor(name=str(name), dtype=str(entry["dtype"]), shape=shape, num_bytes=end - begin)
         bits = tensor.num_elements * _BITS[tensor.dtype]
         if not 0 <= begin <= end <= room or -(-bits // 8) != end - begin or min(shape, default=0) < 0:
@@ -139,6 +141,8 @@ def _index(file: Path) -> tuple[int, Mapping[str, str]]:
         raw = json.loads(file.read_text(encoding="utf-8"))
         total = (raw.get("metadata") or {}).get("total_size") or 0
         names = {str(name): os.path.basename(str(shard)) for name, shard in raw["weight_map"].items()}
+        if isinstance(total, bool) or total < 0:
+            raise ValueError
         return math.ceil(total), names
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
         raise _malformed(file, "it is no index of safetensors files") from None

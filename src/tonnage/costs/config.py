@@ -18,7 +18,7 @@ from tonnage.costs.gguf import gguf_files
 from tonnage.costs.gguf_config import gguf_config, only_model
 from tonnage.costs.layers import Attention, Latent, Layer, Quantisation, Recurrent, Tower
 from tonnage.costs.mixers import draft_mixers, layer_mixers
-from tonnage.costs.packing import quantisation
+from tonnage.costs.packing import SECTIONS, quantisation
 from tonnage.costs.patterns import Kind, layer_kinds, num_layers
 from tonnage.costs.reading import LARGEST_LAYERS, LIKE_BART, LIKE_T5, Fields, is_known
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UnsupportedModel
@@ -295,9 +295,10 @@ def _unsupported(
     ]
     found += [f"a {key}" for key in _TOWER_KEYS if outer.get(key)]
     found += [f"{key} = {_short(outer[key])}" for key in ("is_encoder_decoder",) if outer.get(key)]
-    if quantisation := outer.get("quantization_config") or inner.get("quantization_config"):
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-        found.append(f"quantization_config ({method or 'packed weights'})")
+    for key in SECTIONS:
+        if packed := outer.get(key) or inner.get(key):
+            method = packed.get("quant_method") if isinstance(packed, Mapping) else None
+            found.append(f"{key} ({method or 'packed weights'})")
     for key in ("layer_types", "layers_block_type"):
         kinds = inner.get(key)
         odd = {str(kind) for kind in kinds} - {"full_attention", "attention"} if isinstance(kinds, list) else set()

@@ -121,11 +121,7 @@ def dense_size(fields: Fields, layer: int = 0) -> int:
 
 def expert_size(fields: Fields) -> int:
     """Width of one routed expert."""
-    return fields.at_layer("moe_intermediate_size", 0) or dense_size_of_experts(fields)
-
-
-def dense_size_of_experts(fields: Fields) -> int:
-    size = fields.at_layer("intermediate_size", 0)
+    size = fields.at_layer("moe_intermediate_size", 0) or fields.at_layer("intermediate_size", 0)
     if not size:
         raise fields.error("moe_intermediate_size", "is missing")
     return size

@@ -31,11 +31,10 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
 }  # fmt: skip
-#: Bytes of the key-value types that have a fixed size; 8 is a text, 9 an array.
+#: How the key-value types of a fixed size are stored; 8 is a text, 9 an array.
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _LONGEST_LIST = 10_000
 _PART_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
-_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,14 @@ class _Reader:
     stream: BinaryIO
     file: Path
 
-    def number(self, form: str) -> int:
-        size = struct.calcsize("<" + form)
+    def read(self, size: int) -> bytes:
         raw = self.stream.read(size)
         if len(raw) != size:
             raise self.error("it ends inside its header")
-        return int(struct.unpack("<" + form, raw)[0])
+        return raw
+
+    def number(self, form: str) -> int:
+        return int(struct.unpack("<" + form, self.read(struct.calcsize("<" + form)))[0])
 
     def count(self, most: int) -> int:
         value = self.number("Q")
@@ -57,8 +58,7 @@ class _Reader:
         return value
 
     def text(self) -> str:
-        length = self.count(_LONGEST_TEXT)
-        return self.stream.read(length).decode("utf-8", "replace")
+        return self.read(self.count(_LONGEST_TEXT)).decode("utf-8", "replace")
 
     def value(self, kind: int) -> object:
         """A number or a text; of a list its numbers, or how many texts it holds where it holds those."""
@@ -76,11 +76,8 @@ class _Reader:
         return length
 
     def scalar(self, kind: int) -> int | float | bool:
-        form = _FORMS[kind]
-        raw = self.stream.read(struct.calcsize("<" + form))
-        if len(raw) != struct.calcsize("<" + form):
-            raise self.error("it ends inside its header")
-        found: int | float | bool = struct.unpack("<" + form, raw)[0]
+        form = "<" + _FORMS[kind]
+        found: int | float | bool = struct.unpack(form, self.read(struct.calcsize(form)))[0]
         return found
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
@@ -88,13 +85,13 @@ class _Reader:
             self.stream.seek(self.count(_LONGEST_TEXT), 1)
         elif kind == 9 and depth < 4:
             inner, length = self.number("I"), self.count(_LONGEST_ARRAY)
-            if inner in _VALUE_BYTES:
-                self.stream.seek(_VALUE_BYTES[inner] * length, 1)
+            if inner in _FORMS:
+                self.stream.seek(struct.calcsize("<" + _FORMS[inner]) * length, 1)
             else:
                 for _ in range(length):
                     self.skip_value(inner, depth + 1)
-        elif kind in _VALUE_BYTES:
-            self.stream.seek(_VALUE_BYTES[kind], 1)
+        elif kind in _FORMS:
+            self.stream.seek(struct.calcsize("<" + _FORMS[kind]), 1)
         else:
             raise self.error(f"its header holds a value of unknown type {kind}")
 
@@ -118,7 +115,7 @@ class _Reader:
 
 def gguf_files(folder: Path) -> list[Path]:
     """The GGUF files in a folder, by name."""
-    return sorted(file for file in folder.glob("*.[gG][gG][uU][fF]"))
+    return sorted(folder.glob("*.[gG][gG][uU][fF]"))
 
 
 def model_names(files: Iterable[Path]) -> list[str]:

@@ -110,7 +110,7 @@ def _layout(stacks: tuple[tuple[Entry, tuple[int, ...]], ...], block_tokens: int
         for share in shares:
             groups.append(_group(next(names), entry, numbers[first : first + share.num_layers], share, tokens))
             first += share.num_layers
-    slab_bytes = max(slabs.slab_bytes, *(group.block_bytes for group in groups)) if groups else 0
+    slab_bytes = max(slabs.slab_bytes, *(group.block_bytes for group in groups))
     return KVLayout(slab_bytes=slab_bytes, order=KVOrder.BLOCK_MAJOR, groups=tuple(groups))
 
 

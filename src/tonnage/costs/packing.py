@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tonnage.costs.layers import Quantisation
-from tonnage.costs.reading import Fields, objects
+from tonnage.costs.reading import Fields, objects, whole
 from tonnage.errors import ModelConfigError
 
+#: Where a config.json keeps it: the usual name, and an older one of compressed-tensors.
+SECTIONS = ("quantization_config", "compression_config")
 #: Where each method lists the modules that it leaves alone.
 _KEPT = ("ignore", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "exclude_modules")
 
@@ -17,17 +19,18 @@ _REMEDY = (
 )
 
 
+def packing_section(*sources: Mapping[str, object]) -> Mapping[str, object]:
+    """What the first of ``sources`` that speaks of it says about packing; empty where none does."""
+    found = (part for source in sources for _, part in objects(source, SECTIONS))
+    return next(found, {})
+
+
 def quantisation(fields: Fields) -> Quantisation | None:
     """None where the weights are plain. Raises ``ModelConfigError`` naming ``quantization_config`` where the format
     cannot be told from it."""
-    found = [
-        part
-        for source in (fields.outer, fields.own)
-        for _, part in objects(source, ("quantization_config", "compression_config"))
-    ]
-    if not found:
+    raw = packing_section(fields.outer, fields.own)
+    if not raw:
         return None
-    raw = found[0]
     method = str(raw.get("quant_method") or raw.get("quant_library") or raw.get("producer") or "").lower()
     if not method and "quant_algo" in raw:
         method = "modelopt"
@@ -49,8 +52,8 @@ def _note_cache(fields: Fields, raw: Mapping[str, object]) -> None:
 def _format(fields: Fields, raw: Mapping[str, object], method: str) -> tuple[str, int | None]:
     """(what lies in memory, elements that share a scale)."""
     if method in ("awq", "gptq", "auto-round", "autoround", "auto_awq", "gptqmodel", "intel/auto-round"):
-        bits = _whole(raw, "bits", "w_bit", default=4)
-        group = _whole(raw, "group_size", "q_group_size", default=128)
+        bits = whole(raw, "bits", "w_bit", default=4)
+        group = whole(raw, "group_size", "q_group_size", default=128)
         return _integers(fields, bits), group if group > 0 else None
     if method in ("fp8", "fbgemm_fp8", "finegrained_fp8"):
         block = raw.get("weight_block_size")
@@ -76,9 +79,9 @@ def _modelopt(fields: Fields, raw: Mapping[str, object]) -> tuple[str, int | Non
     part = inner if isinstance(inner, Mapping) else raw
     algorithm = str(part.get("quant_algo") or "").upper()
     if "NVFP4" in algorithm or algorithm == "FP4":
-        return "nvfp4", _whole(part, "group_size", default=16)
+        return "nvfp4", whole(part, "group_size", default=16)
     if "W4A16" in algorithm or "W4A8" in algorithm:
-        return "int4", _whole(part, "group_size", default=128)
+        return "int4", whole(part, "group_size", default=128)
     if algorithm.startswith(("W8A16", "W8A8_SQ", "INT8")):
         return "int8", None
     if "MXFP4" in algorithm:
@@ -102,12 +105,12 @@ def _compressed_tensors(fields: Fields, raw: Mapping[str, object]) -> tuple[str,
     ]
     if not packed:
         raise _unknown(fields, "has no config_groups with weights")
-    kinds = {(str(part.get("type", "int")), _whole(part, "num_bits", default=8)) for part in packed}
+    kinds = {(str(part.get("type", "int")), whole(part, "num_bits", default=8)) for part in packed}
     if len(kinds) > 1:
         fields.note("quantization_config has groups of several formats: the first assumed for every packed matrix")
     first = packed[0]
-    bits, is_float = _whole(first, "num_bits", default=8), str(first.get("type", "int")) == "float"
-    group = _whole(first, "group_size", default=0)
+    bits, is_float = whole(first, "num_bits", default=8), str(first.get("type", "int")) == "float"
+    group = whole(first, "group_size", default=0)
     if is_float and bits == 4:
         text = str(raw.get("format") or "")
         return ("mxfp4", 32) if "mxfp4" in text or group == 32 else ("nvfp4", group or 16)
@@ -130,14 +133,6 @@ def _kept(raw: Mapping[str, object]) -> tuple[str, ...]:
             if isinstance(names, list) and names:
                 return tuple(str(name) for name in names)
     return ()
-
-
-def _whole(raw: Mapping[str, object], *keys: str, default: int) -> int:
-    for key in keys:
-        value = raw.get(key)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return default
 
 
 def _unknown(fields: Fields, what: str) -> ModelConfigError:

@@ -38,6 +38,7 @@ _LETTERS = {"M": Kind.STATE, "*": Kind.FULL, "-": Kind.DENSE, "E": Kind.EXPERTS}
 _FULL_EVERY = {
     "gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "gemma3n": 5, "gemma4_text": 6, "gemma4": 6,
     "cohere2": 4, "gpt_oss": 2, "olmo3": 4, "exaone4": 4, "afmoe": 4,
+    "mimo_v2_flash": 6,
 }  # fmt: skip
 _LINEAR_BUT_EVERY = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid")
 #: Every layer keeps a state unless a list names those that attend.
@@ -244,9 +245,9 @@ def _full_every(fields: Fields) -> int | None:
         if not (windows.isdecimal() and full.isdecimal() and int(full)):
             raise fields.error("sliding_pattern", f"= {text!r} is no ratio of windows to full layers")
         return (int(windows) + int(full)) // int(full)
-    every = 6 if fields.model_type == "mimo_v2_flash" else _FULL_EVERY.get(fields.model_type)
+    every = _FULL_EVERY.get(fields.model_type)
     if every is not None:
-        fields.note(f"layer_types is absent: every {every}th layer is full attention, as the family's class has it")
+        fields.note(f"layer_types is absent: one layer in {every} is full attention, as the family's class has it")
     return every
 
 

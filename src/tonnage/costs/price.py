@@ -91,12 +91,6 @@ def weights_price(
     return _scaled(found, factor, checkpoint.ref, is_whole=is_whole)
 
 
-def tensors_of(config: ModelConfig, *, rank: Rank | None = None, with_mtp: bool = False) -> Iterator[Tensor]:
-    """Every tensor of one rank, layer after layer: what ``weights_price`` adds up."""
-    for tensor, count, _prefix in _tensors(config, rank or Rank(), with_mtp=with_mtp, packing=None):
-        yield replace(tensor, count=tensor.count * count)
-
-
 def _arithmetic(config: ModelConfig, word: int, rank: Rank, *, with_mtp: bool) -> WeightsPrice:
     packing = Packing.of(config)
     spans: dict[Component, Span] = {}

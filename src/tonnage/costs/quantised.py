@@ -14,6 +14,8 @@ from fractions import Fraction
 
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Quantisation
+from tonnage.costs.packing import packing_section
+from tonnage.costs.traits import inner_raw
 from tonnage.errors import UnsupportedModel
 from tonnage.units import ceil_div, round_up
 
@@ -50,7 +52,7 @@ NOTHING = Span.exact(0)
 class Packing:
     """How one checkpoint packs: ``Packing.of(config)``, then ``keeps(module)`` and ``span(rows, columns)``.
 
-    options  the raw quantization_config, for what the common fields do not tell
+    options  the raw section of config.json, for what the common fields do not tell
     """
 
     scheme: Quantisation
@@ -68,12 +70,8 @@ class Packing:
                 f"{config.name}: weights packed as {config.quantisation.format!r} have no price here",
                 remedy=f"use a checkpoint packed as {', '.join(_FORMATS)}, or one that is not packed",
             )
-        inner = config.raw.get("text_config")
-        found = config.raw.get("quantization_config")
-        if not isinstance(found, Mapping) and isinstance(inner, Mapping):
-            found = inner.get("quantization_config")
         names, pattern = _kept(config.quantisation.kept)
-        return cls(config.quantisation, found if isinstance(found, Mapping) else {}, names, pattern)
+        return cls(config.quantisation, packing_section(config.raw, inner_raw(config)), names, pattern)
 
     @property
     def packs_towers(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tonnage.costs.config import ModelConfig
-from tonnage.costs.layers import Attention, Latent, Layer, Recurrent
+from tonnage.costs.layers import Layer, Recurrent
 from tonnage.errors import InvalidSetting
 from tonnage.terms import Rank
 from tonnage.units import ceil_div
@@ -96,15 +96,14 @@ def _check_stages(config: ModelConfig, rank: Rank) -> None:
 
 
 def _check_heads(config: ModelConfig, layer: Layer, tp: int) -> None:
-    """Heads are never cut: query heads and heads of a state must divide by ``tp``."""
+    """Heads are never cut: query heads and heads of a state (channels where it has none) must divide by ``tp``."""
     for mixer in layer.mixers:
-        what = "query heads" if isinstance(mixer, Attention | Latent) else "heads of recurrent state"
-        if mixer.num_heads % tp or (isinstance(mixer, Recurrent) and not mixer.num_heads and mixer.conv_channels % tp):
+        count, what = mixer.num_heads, "query heads"
+        if isinstance(mixer, Recurrent):
+            what = "heads of recurrent state" if count else "channels of recurrent state"
+            count = count or mixer.conv_channels
+        if count % tp:
             raise InvalidSetting(
-                "tp",
-                tp,
-                f"{config.name} has {mixer.num_heads or mixer.conv_channels} {what}, which do not divide by it"
-                if isinstance(mixer, Recurrent)
-                else f"{config.name} has {mixer.num_heads} {what}, which do not divide by it",
+                "tp", tp, f"{config.name} has {count} {what}, which do not divide by it",
                 remedy=f"choose a tp that divides the {what}",
-            )
+            )  # fmt: skip

@@ -82,7 +82,7 @@ _ESSENTIAL = frozenset(
 #: In these classes num_heads counts heads of the state, not of attention.
 _STATE_ONLY = frozenset(("mamba", "mamba2", "falcon_mamba"))
 
-_PUBLISHED = "use the config.json that was published with the model"
+PUBLISHED = "use the config.json that was published with the model"
 _UNMET = "its model_type is not known to this release, and reading it like a Llama needs this field: add it"
 
 #: Encoders and decoders built like T5's and like BART's.
@@ -113,7 +113,7 @@ class Fields:
         if text not in self.notes:
             self.notes.append(text)
 
-    def error(self, key: str, what: str, *, remedy: str = _PUBLISHED) -> ModelConfigError:
+    def error(self, key: str, what: str, *, remedy: str = PUBLISHED) -> ModelConfigError:
         """To be raised: the field, what is wrong with it, and whose file it is."""
         return ModelConfigError(
             f"{self.name}: {key} {what} in config.json", knob=key, value=self.own.get(key), remedy=remedy
@@ -133,7 +133,7 @@ class Fields:
         """A whole number from 1 to ``most``; raises ``ModelConfigError`` where it is missing or is none."""
         value = self.value(key)
         if value is None:
-            raise self.error(key, "is missing", remedy=_PUBLISHED if is_known(self.model_type) else _UNMET)
+            raise self.error(key, "is missing", remedy=PUBLISHED if is_known(self.model_type) else _UNMET)
         return self._whole(key, value, least=1, most=most)
 
     def optional(self, key: str, default: int = 0) -> int:
@@ -146,7 +146,6 @@ class Fields:
         value = self.value(key)
         if isinstance(value, list) and value:
             value = value[min(layer, len(value) - 1)]
-            return None if value is None else self._whole(key, value, least=0, most=LARGEST_SIZE)
         return None if value is None else self._whole(key, value, least=0, most=LARGEST_SIZE)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -229,6 +228,15 @@ def class_defaults() -> dict[str, dict[str, object]]:
     text = (Path(__file__).parent / "data" / "class-defaults.json").read_text(encoding="utf-8")
     made: dict[str, dict[str, object]] = json.loads(text)
     return made
+
+
+def whole(raw: Mapping[str, object], *keys: str, default: int) -> int:
+    """The first of ``keys`` that holds a whole number, or ``default``."""
+    for key in keys:
+        value = raw.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return default
 
 
 def objects(raw: Mapping[str, object], keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tonnage.costs.ranks import attention_ranks
 from tonnage.terms import Rank
 from tonnage.units import ceil_div
 
@@ -76,7 +77,7 @@ class Cut:
     @classmethod
     def of(cls, rank: Rank) -> Cut:
         return cls(
-            attention=1 if rank.attention_dp else rank.tp,
+            attention=attention_ranks(rank),
             inner=rank.tp,
             experts=rank.ep,
             expert_inner=max(1, rank.tp // rank.ep),
@@ -85,7 +86,3 @@ class Cut:
     def heads(self, num_heads: int) -> int:
         """Whole heads of one rank; with fewer heads than ranks each is replicated."""
         return ceil_div(num_heads, self.attention)
-
-
-#: One rank that holds everything.
-WHOLE = Cut(attention=1, inner=1, experts=1, expert_inner=1)

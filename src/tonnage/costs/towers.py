@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.encoders import tower_type
 from tonnage.costs.layers import Tower
+from tonnage.costs.reading import whole
 from tonnage.costs.tensors import Component, Tensor, matrix, vector
 
 
@@ -101,18 +102,13 @@ def _raw_of(config: ModelConfig, tower: Tower) -> Mapping[str, object]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _count(raw: Mapping[str, object], key: str, default: int) -> int:
-    found = raw.get(key)
-    return found if isinstance(found, int) and not isinstance(found, bool) else default
-
-
 def _tower(tower: Tower, traits: TowerTraits, raw: Mapping[str, object], kind: str) -> Elements:
     hidden = tower.hidden_size
     norm = hidden * (2 if traits.norm_bias else 1)
     num_layers = tower.num_layers
     elements = Elements(0, 0)
     if kind == "mllama_vision_model":
-        num_layers = _count(raw, "num_hidden_layers", 32) + _count(raw, "num_global_layers", 8)
+        num_layers = whole(raw, "num_hidden_layers", default=32) + whole(raw, "num_global_layers", default=8)
         elements += _tiles(tower, _positions(tower, traits), raw)
     elements += _layer(tower, traits).times(num_layers)
     patches = Elements(hidden * tower.patch_elements, hidden * traits.patch_bias * bool(tower.patch_elements))
@@ -145,8 +141,8 @@ def _tiles(tower: Tower, num_positions: int, raw: Mapping[str, object]) -> Eleme
     """Embeddings of the tile an image patch lies in: before the layers, after them, and within the positions."""
     ratios = raw.get("supported_aspect_ratios")
     num_ratios = len(ratios) if isinstance(ratios, list) else 8
-    rows = (num_ratios + 1) * _count(raw, "max_num_tiles", 4) * tower.hidden_size
-    gates = 3 + 2 * _count(raw, "num_global_layers", 8)
+    rows = (num_ratios + 1) * whole(raw, "max_num_tiles", default=4) * tower.hidden_size
+    gates = 3 + 2 * whole(raw, "num_global_layers", default=8)
     return Elements(0, rows * (num_positions + 2) + gates)
 
 
@@ -164,23 +160,23 @@ def _merger(hidden: int, out: int, merge: int, norm: int) -> Elements:
 
 
 def _qwen2_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
-    return _merger(hidden, out, _count(raw, "spatial_merge_size", 2), 2 * hidden)
+    return _merger(hidden, out, whole(raw, "spatial_merge_size", default=2), 2 * hidden)
 
 
 def _qwen2_5_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
-    return _merger(hidden, out, _count(raw, "spatial_merge_size", 2), hidden)
+    return _merger(hidden, out, whole(raw, "spatial_merge_size", default=2), hidden)
 
 
 def _qwen3_vl(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
     levels = raw.get("deepstack_visual_indexes")
-    merge, wide = _count(raw, "spatial_merge_size", 2), _count(raw, "out_hidden_size", out)
+    merge, wide = whole(raw, "spatial_merge_size", default=2), whole(raw, "out_hidden_size", default=out)
     deep = _merger(hidden, wide, merge, 2 * hidden * merge**2)
     return _qwen3_5(hidden, wide, raw) + deep.times(len(levels) if isinstance(levels, list) else 3)
 
 
 def _qwen3_5(hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
-    wide = _count(raw, "out_hidden_size", out)
-    return _merger(hidden, wide, _count(raw, "spatial_merge_size", 2), 2 * hidden)
+    wide = whole(raw, "out_hidden_size", default=out)
+    return _merger(hidden, wide, whole(raw, "spatial_merge_size", default=2), 2 * hidden)
 
 
 def _gemma3(hidden: int, out: int, _raw: Mapping[str, object]) -> Elements:
@@ -188,13 +184,13 @@ def _gemma3(hidden: int, out: int, _raw: Mapping[str, object]) -> Elements:
 
 
 def _llama4(_hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
-    inner, middle = _count(raw, "intermediate_size", 5632), _count(raw, "projector_input_dim", 4096)
-    last, given = _count(raw, "projector_output_dim", 4096), _count(raw, "vision_output_dim", 4096)
+    inner, middle = whole(raw, "intermediate_size", default=5632), whole(raw, "projector_input_dim", default=4096)
+    last, given = whole(raw, "projector_output_dim", default=4096), whole(raw, "vision_output_dim", default=4096)
     return Elements(inner * middle + last * last + given * out, 0)
 
 
 def _mllama(_hidden: int, out: int, raw: Mapping[str, object]) -> Elements:
-    return Elements(_count(raw, "vision_output_dim", 7680) * out, out)
+    return Elements(whole(raw, "vision_output_dim", default=7680) * out, out)
 
 
 def _mistral3(hidden: int, out: int, _raw: Mapping[str, object]) -> Elements:
