@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 from rich.console import Console
-from test_budget_curve import GROUPS, Gather, claim, group, inputs
+from test_budget_curve import GROUPS, claim, group, inputs, unbounded
 
 from tonnage.budget.curve import CURRENT, Curve, attended_curve, curve
 from tonnage.config import Knobs, LimitKnobs, Setting
@@ -40,7 +40,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def latent(**asked: Any) -> Curve:
     """A model whose scratch grows: 256 sequences of 131,072 tokens beside 60 GiB of weights on 100 GiB."""
     groups = (group(KVGroupKind.LATENT, block_tokens=64, block_bytes=35_136 * 64),)
-    claims = (claim(Gather(rate=40_960)),)
+    claims = (claim(unbounded(rate=40_960)),)
     shape: dict[str, Any] = {"length": 131_072, "rows": 256, "page_bytes": 2**21, "weights": 60 * GiB}
     return curve(inputs(100 * GiB, groups=groups, claims=claims, **(shape | asked)))
 

@@ -16,7 +16,7 @@ from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 from report_samples import make_plan
 from rich.console import Console
 from shapes import config as shape
-from test_budget_curve import GROUPS, Gather, claim, inputs
+from test_budget_curve import GROUPS, claim, inputs, unbounded
 
 from tonnage.budget.plan import plan
 from tonnage.budget.reference.knobs import ReferenceKnobs
@@ -69,7 +69,7 @@ def made_by_hand(name: str) -> MemoryPlan:
         "growing scratch": inputs(attended_tokens=500, kv_fraction=Fraction(1, 2)),
         "smallest rank": replace(inputs(), ranks_tokens=400, ranks_attended=300),
         "reserved": inputs(scratch="reserve"),
-        "scratch that keeps": inputs(claims=(claim(Gather(rate=10), lendable=False),)),
+        "scratch that keeps": inputs(claims=(claim(unbounded(rate=10), lendable=False),)),
     }
     return plan(asked[name])
 
