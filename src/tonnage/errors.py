@@ -16,7 +16,12 @@
     │   ├── DriverUnsupported     ... because this device cannot do it
     │   └── DeviceLost            ... and every later call will too
     ├── BufferOOM                 the BufferManager's ladder is exhausted                     (also a MemoryError)
+    │   └── CannotMaterialize     memory put to sleep cannot come back now; nothing was lost
     ├── BufferInUse               memory cannot be closed while something still looks at it
+    ├── NotMaterialized           memory that sleeps was used
+    ├── CaptureError              an allocation or a page-table edit during a stream capture
+    ├── RangeReferenced           a captured graph or a registration holds this range where it is
+    ├── GraphRangeUnmapped        a graph would replay over memory that is not mapped
     ├── DeclarationExceeded       scratch asked for beyond what its backend declared          (also a MemoryError)
     ├── StartupError              a stage of start-up failed: stage, history, remedy
     ├── ResourceError             a resource manager was used wrongly: a defect of ours
@@ -162,19 +167,61 @@ class DeviceLost(DriverError):
 
 
 class BufferOOM(TonnageError, MemoryError):
-    """The BufferManager could not get memory. Sizes in bytes."""
+    """The BufferManager could not get memory. Sizes in bytes.
 
-    def __init__(self, *, size_bytes: int, used_bytes: int, capacity_bytes: int, owner: str, detail: str = "") -> None:
+    used_bytes, capacity_bytes  of the device, or of the host where the memory is the host's
+    reserved_bytes              kept by our own pool, live or not; None where there is no pool
+    stream                      handle of the stream the request was for, None for none
+    top_owners                  (owner, bytes) of the largest accounts, largest first
+    """
+
+    def __init__(
+        self,
+        *,
+        size_bytes: int,
+        used_bytes: int,
+        capacity_bytes: int,
+        owner: str,
+        detail: str = "",
+        reserved_bytes: int | None = None,
+        stream: int | None = None,
+        top_owners: Sequence[tuple[str, int]] = (),
+    ) -> None:
         self.size_bytes, self.used_bytes, self.capacity_bytes = size_bytes, used_bytes, capacity_bytes
-        self.owner = owner
+        self.owner, self.reserved_bytes, self.stream = owner, reserved_bytes, stream
+        self.top_owners = tuple(top_owners)
+        on = "" if stream is None else f" on stream {stream:#x}"
+        kept = "" if reserved_bytes is None else f", {reserved_bytes:,} of them reserved by our pool"
+        most = ", ".join(f"{name} {held:,}" for name, held in self.top_owners)
         super().__init__(
-            f"{owner} asked for {size_bytes:,} bytes; {used_bytes:,} of {capacity_bytes:,} bytes are in use"
+            f"{owner} asked for {size_bytes:,} bytes{on}; {used_bytes:,} of {capacity_bytes:,} bytes are in use{kept}"
+            + (f"; most is held by {most}" if most else "")
             + (f" ({detail})" if detail else "")
         )
 
 
+class CannotMaterialize(BufferOOM):
+    """Memory that was released cannot come back now. Nothing was lost and nothing is half done: try again later."""
+
+
 class BufferInUse(TonnageError):
     """Memory cannot be closed while something still looks at it; the message names what."""
+
+
+class NotMaterialized(TonnageError):
+    """Memory that was released (asleep) was used before it was materialised again."""
+
+
+class CaptureError(TonnageError):
+    """An allocation or a page-table edit was asked for while a stream is being captured into a graph."""
+
+
+class RangeReferenced(TonnageError):
+    """A range cannot go: a captured graph replays over it, or it is registered with a library by physical page."""
+
+
+class GraphRangeUnmapped(TonnageError):
+    """A graph was to be launched while part of what it touches is not mapped; it was not launched."""
 
 
 class DeclarationExceeded(TonnageError, MemoryError):

@@ -66,8 +66,8 @@ class Account:
         tag = f" tag={self.tag!r}" if self.tag else ""
         return f"<Account {self.owner!r} {self.line}{tag} {self.physical_bytes:,} bytes in {self.num_live}>"
 
-    def add(self, requested_bytes: int, physical_bytes: int) -> None:
-        """One more live allocation. ``physical_bytes`` counts the rounding to pages.
+    def add(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
+        """One more live allocation, on ``stream`` if any. ``physical_bytes`` counts the rounding to pages.
 
         Raises ``LedgerError`` for negative bytes, on a SAMPLED account, and after a strict seal when this owner had
         nothing before; the account is then unchanged, so the caller can give the memory back.
@@ -78,9 +78,9 @@ class Account:
         with self._ledger._lock:
             self._ledger._admit(self, physical_bytes)
             self.num_live += 1
-            self._move(physical_bytes, requested_bytes)
+            self._move(physical_bytes, requested_bytes, stream)
 
-    def sub(self, requested_bytes: int, physical_bytes: int) -> None:
+    def sub(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
         """One live allocation fewer. Raises ``LedgerError``, changing nothing, for more than the account holds."""
         self._require(How.COUNTED, "sub")
         with self._ledger._lock:
@@ -92,7 +92,7 @@ class Account:
                 )
             self.num_live = left[2]
             self.released_bytes += physical_bytes
-            self._move(-physical_bytes, -requested_bytes)
+            self._move(-physical_bytes, -requested_bytes, stream)
 
     def adjust_requested(self, delta_bytes: int) -> None:
         """More or less of the same physical memory is asked for: an arena grows inside its last page."""
@@ -143,14 +143,14 @@ class Account:
         if self.how is how:
             raise LedgerError(f"{self!r} is {self.how}: {call} is not for {how} accounts")
 
-    def _move(self, delta: int, requested_delta: int) -> None:
+    def _move(self, delta: int, requested_delta: int, stream: int | None = None) -> None:
         self.physical_bytes += delta
         self.requested_bytes += requested_delta
         phase = self._ledger._phases[-1]
         self._first_phase = self._first_phase or phase
         if self.physical_bytes > self.high_water_bytes:
             self.high_water_bytes, self._high_phase = self.physical_bytes, phase
-        self._ledger._moved(self, delta)
+        self._ledger._moved(self, delta, stream)
         self._ledger._requested(self.line, requested_delta)
 
 
@@ -331,10 +331,10 @@ class Ledger:
         level = self._lines.setdefault(line, _Level(bytes=0, high=0))
         level.reach(level.bytes + delta)
 
-    def _moved(self, account: Account, delta: int) -> None:
-        self._events.append(self._event(account.owner, delta))
+    def _moved(self, account: Account, delta: int, stream: int | None) -> None:
+        self._events.append(self._event(account.owner, delta, stream))
 
-    def _event(self, owner: str, delta: int) -> LedgerEvent:
+    def _event(self, owner: str, delta: int, stream: int | None = None) -> LedgerEvent:
         return LedgerEvent(
             at_ns=time.monotonic_ns(),
             owner=owner,
@@ -342,6 +342,7 @@ class Ledger:
             phase=self._phases[-1],
             step=self._step,
             sealed=self._sealed,
+            stream=stream,
         )
 
 

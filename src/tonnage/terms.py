@@ -508,7 +508,10 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEvent:
-    """One change of one account; the ring of these gives history, timeline and the first-use audit."""
+    """One change of one account; the ring of these gives history, timeline and the first-use audit.
+
+    ``stream`` is the handle of the stream the memory was asked for on, None where there was none.
+    """
 
     at_ns: int
     owner: str
@@ -516,6 +519,7 @@ class LedgerEvent:
     phase: str
     step: int
     sealed: bool
+    stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

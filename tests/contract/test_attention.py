@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tonnage.attention import BACKENDS, make_backend
 from tonnage.attention.base import Row
-from tonnage.buffers import Stream, VirtualArena
+from tonnage.buffers import Device, Stream, VaArena
 from tonnage.config import Limits
 from tonnage.declarations import declare
 from tonnage.device.host import HostDriver
@@ -42,8 +42,12 @@ class Sequence:
 @pytest.fixture
 def scratch_memory():
     driver = HostDriver(64 * MiB)
-    arena = VirtualArena(
-        Stream(driver), ledger=Ledger(0, 64 * MiB), owner="scratch", line=LineKind.SCRATCH, reserve_bytes=64 * MiB
+    arena = VaArena(
+        Stream(Device(driver)),
+        ledger=Ledger(0, 64 * MiB),
+        owner="scratch",
+        line=LineKind.SCRATCH,
+        reserve_bytes=64 * MiB,
     )
     yield arena
     driver.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tonnage.buffers import BufferManager, Stream
+from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import Limits
 from tonnage.device.host import HostDriver
 from tonnage.errors import ResourceError
@@ -52,7 +52,7 @@ def _kv_state(kv: KVManager) -> object:
 
 def _penalties() -> tuple[ResourceManager, ...]:
     slots = SlotManager(4)
-    buffers = BufferManager(Stream(HostDriver(4 * MiB)), ledger=Ledger(0, 4 * MiB), owner="penalties")
+    buffers = BufferManager(Stream(Device(HostDriver(4 * MiB))), ledger=Ledger(0, 4 * MiB), owner="penalties")
     return slots, PenaltyTables(slots, vocab_size=50, num_slots=4, buffers=buffers)
 
 

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from tonnage.buffers import Stream, VirtualArena
+from tonnage.buffers import Device, Stream, VaArena
 from tonnage.device.fault import ALLOCATING, FaultDriver
 from tonnage.device.host import HostDriver
 from tonnage.errors import BufferOOM
@@ -35,9 +35,9 @@ def arena(driver: HostDriver, ledger: Ledger):
     arena.close()
 
 
-def make(driver, ledger: Ledger, **arguments) -> VirtualArena:
+def make(driver, ledger: Ledger, **arguments) -> VaArena:
     arguments = {"owner": "kv pool", "line": LineKind.KV, "reserve_bytes": 1000 * PAGE - 1, **arguments}
-    return VirtualArena(Stream(driver), ledger=ledger, **arguments)
+    return VaArena(Stream(Device(driver)), ledger=ledger, **arguments)
 
 
 def booked(ledger: Ledger) -> tuple[int, int, int]:
@@ -45,12 +45,12 @@ def booked(ledger: Ledger) -> tuple[int, int, int]:
     return entry.requested_bytes, entry.physical_bytes, entry.num_live
 
 
-def test_reserving_takes_no_memory(arena: VirtualArena, driver: HostDriver, ledger: Ledger) -> None:
+def test_reserving_takes_no_memory(arena: VaArena, driver: HostDriver, ledger: Ledger) -> None:
     assert arena.size_bytes == 1000 * PAGE
     assert (arena.committed_bytes, driver.used_bytes, ledger.accounted_bytes) == (0, 0, 0)
 
 
-def test_it_grows_in_place_and_keeps_what_is_there(arena: VirtualArena, ledger: Ledger, driver: HostDriver) -> None:
+def test_it_grows_in_place_and_keeps_what_is_there(arena: VaArena, ledger: Ledger, driver: HostDriver) -> None:
     address = arena.address
     assert arena.commit(10) == PAGE
     ctypes.memset(address, 65, PAGE)
@@ -62,7 +62,7 @@ def test_it_grows_in_place_and_keeps_what_is_there(arena: VirtualArena, ledger: 
     assert driver.used_bytes == 6 * PAGE
 
 
-def test_growing_inside_the_last_page_books_what_was_asked(arena: VirtualArena, ledger: Ledger) -> None:
+def test_growing_inside_the_last_page_books_what_was_asked(arena: VaArena, ledger: Ledger) -> None:
     arena.commit(10)
     arena.commit(100)
     arena.commit(50)  # less than is there: nothing to do
@@ -103,12 +103,12 @@ def test_closing_twice_and_using_it_afterwards(driver: HostDriver, ledger: Ledge
 
 
 @pytest.mark.parametrize("num_bytes", [-1, 1000 * PAGE + 1])
-def test_a_commit_beyond_the_reservation_is_refused(arena: VirtualArena, num_bytes: int) -> None:
+def test_a_commit_beyond_the_reservation_is_refused(arena: VaArena, num_bytes: int) -> None:
     with pytest.raises(ValueError, match="cannot commit"):
         arena.commit(num_bytes)
 
 
-def test_beyond_the_capacity_nothing_changes(arena: VirtualArena, ledger: Ledger, driver: HostDriver) -> None:
+def test_beyond_the_capacity_nothing_changes(arena: VaArena, ledger: Ledger, driver: HostDriver) -> None:
     arena.commit(60 * PAGE)
     before = (ledger.snapshot(), driver.leaks())
     with pytest.raises(BufferOOM) as caught:
@@ -119,9 +119,9 @@ def test_beyond_the_capacity_nothing_changes(arena: VirtualArena, ledger: Ledger
     arena.commit(64 * PAGE)
 
 
-def test_it_shows_owner_bytes_and_stream(arena: VirtualArena) -> None:
+def test_it_shows_owner_bytes_and_stream(arena: VaArena) -> None:
     arena.commit(1)
-    assert repr(arena).startswith("<VirtualArena 'kv pool' 65,536 of 65,536,000 bytes at 0x")
+    assert repr(arena).startswith("<VaArena 'kv pool' 65,536 of 65,536,000 bytes at 0x")
     assert "Stream 0 of host-0" in repr(arena)
 
 

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from tonnage.buffers import BufferManager, Stream
+from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.device.host import HostDriver
 from tonnage.errors import BufferOOM, DriverUnsupported, LedgerError
 from tonnage.ledger import Ledger
@@ -30,7 +30,7 @@ def ledger() -> Ledger:
 
 @pytest.fixture
 def manager(driver: HostDriver, ledger: Ledger) -> BufferManager:
-    return BufferManager(Stream(driver), ledger=ledger, owner="tests")
+    return BufferManager(Stream(Device(driver)), ledger=ledger, owner="tests")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tonnage.buffers import BufferManager, Stream, VirtualArena  # noqa: E402
+from tonnage.buffers import BufferManager, Device, Stream, VaArena  # noqa: E402
 from tonnage.buffers.torch_view import as_tensor, typed_view  # noqa: E402
 from tonnage.device.host import HostDriver  # noqa: E402
 from tonnage.errors import BufferInUse  # noqa: E402
@@ -28,12 +28,14 @@ def driver():
 
 @pytest.fixture
 def arena(driver: HostDriver):
-    arena = VirtualArena(Stream(driver), ledger=Ledger(0, 64 * PAGE), owner="kv", line=LineKind.KV, reserve_bytes=2**36)
+    arena = VaArena(
+        Stream(Device(driver)), ledger=Ledger(0, 64 * PAGE), owner="kv", line=LineKind.KV, reserve_bytes=2**36
+    )
     yield arena
     arena.close()
 
 
-def test_a_tensor_over_the_reservation_is_valid_before_and_after_growth(arena: VirtualArena) -> None:
+def test_a_tensor_over_the_reservation_is_valid_before_and_after_growth(arena: VaArena) -> None:
     tensor = as_tensor(arena)
     assert (tensor.data_ptr(), tensor.numel(), tensor.dtype) == (arena.address, 2**36, torch.uint8)
     for num_pages in (1, 10, 3):
@@ -46,7 +48,7 @@ def test_a_tensor_over_the_reservation_is_valid_before_and_after_growth(arena: V
     assert (int(tensor[:PAGE].sum()), tensor.data_ptr()) == (0, arena.address)
 
 
-def test_closing_is_refused_while_any_view_is_alive(arena: VirtualArena) -> None:
+def test_closing_is_refused_while_any_view_is_alive(arena: VaArena) -> None:
     arena.commit(PAGE)
     view = typed_view(as_tensor(arena), 64, (4, 4), "float32")
     gc.collect()
@@ -58,7 +60,7 @@ def test_closing_is_refused_while_any_view_is_alive(arena: VirtualArena) -> None
     arena.close()
 
 
-def test_a_view_outlives_the_tensor_and_a_new_tensor_sees_the_same_bytes(arena: VirtualArena) -> None:
+def test_a_view_outlives_the_tensor_and_a_new_tensor_sees_the_same_bytes(arena: VaArena) -> None:
     arena.commit(PAGE)
     view = as_tensor(arena)[10:20]
     view.fill_(9)
@@ -72,7 +74,7 @@ def test_a_view_outlives_the_tensor_and_a_new_tensor_sees_the_same_bytes(arena: 
 
 
 def test_a_buffer_is_a_tensor_too(driver: HostDriver) -> None:
-    manager = BufferManager(Stream(driver), ledger=Ledger(0, 64 * PAGE), owner="tests")
+    manager = BufferManager(Stream(Device(driver)), ledger=Ledger(0, 64 * PAGE), owner="tests")
     for make in (manager.gpu_sync, manager.cpu):
         buffer = make(400, line=LineKind.TABLES)
         tensor = as_tensor(buffer)
@@ -85,7 +87,7 @@ def test_a_buffer_is_a_tensor_too(driver: HostDriver) -> None:
 
 
 @pytest.mark.parametrize("name", DTYPE_BYTES)
-def test_every_dtype_of_the_layout_has_a_view(arena: VirtualArena, name: str) -> None:
+def test_every_dtype_of_the_layout_has_a_view(arena: VaArena, name: str) -> None:
     arena.commit(PAGE)
     view = typed_view(as_tensor(arena), 128, (3, 5), name)
     assert (view.dtype, tuple(view.shape)) == (getattr(torch, name), (3, 5))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tonnage.buffers import BufferManager, Stream
+from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import LimitKnobs, Limits
 from tonnage.costs.models import find_config
 from tonnage.device.fault import FaultDriver
@@ -58,7 +58,7 @@ class Bench:
         self.host = HostDriver(self.capacity, page_bytes=4096)
         self.fault = FaultDriver(self.host)
         self.ledger = Ledger(0, self.capacity)
-        buffers = BufferManager(Stream(self.fault), ledger=self.ledger, owner="penalties")
+        buffers = BufferManager(Stream(Device(self.fault)), ledger=self.ledger, owner="penalties")
         self.slots = SlotManager(SLOTS)
         self.tables = PenaltyTables(
             self.slots, vocab_size=VOCAB, num_slots=SLOTS, buffers=buffers, enabled=self.enabled

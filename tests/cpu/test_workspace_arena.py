@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.buffers import BufferManager, Stream, VirtualArena
+from tonnage.buffers import BufferManager, Device, Stream, VaArena
 from tonnage.config import Limits
 from tonnage.declarations import declare
 from tonnage.device.host import HostDriver
@@ -47,7 +47,7 @@ def ledger() -> Ledger:
 @pytest.fixture
 def memory(ledger: Ledger):
     driver = HostDriver(2**24, page_bytes=2**16)
-    memory = VirtualArena(Stream(driver), ledger=ledger, owner="scratch", line=LineKind.SCRATCH, reserve_bytes=2**30)
+    memory = VaArena(Stream(Device(driver)), ledger=ledger, owner="scratch", line=LineKind.SCRATCH, reserve_bytes=2**30)
     yield memory
     memory.close()
     assert driver.close() == ()
@@ -88,7 +88,7 @@ def test_no_admissible_step_needs_more_than_the_worst(rows: list[tuple[int, int]
     assert declarations[0].bytes_at(shape, CHIP) <= worst_bytes(declarations, LIMITS, CHIP)
 
 
-def test_the_arena_is_committed_to_its_worst_step_at_once(memory: VirtualArena, ledger: Ledger) -> None:
+def test_the_arena_is_committed_to_its_worst_step_at_once(memory: VaArena, ledger: Ledger) -> None:
     arena = make(memory)
     assert arena.size_bytes == 25_600
     assert memory.committed_bytes == 2**16
@@ -96,7 +96,7 @@ def test_the_arena_is_committed_to_its_worst_step_at_once(memory: VirtualArena, 
     assert arena.address == memory.address
 
 
-def test_pieces_are_aligned_apart_and_start_again_each_step(memory: VirtualArena) -> None:
+def test_pieces_are_aligned_apart_and_start_again_each_step(memory: VaArena) -> None:
     arena = make(memory)
     for _ in range(2):
         with arena.step(SHAPE) as scratch:
@@ -108,7 +108,7 @@ def test_pieces_are_aligned_apart_and_start_again_each_step(memory: VirtualArena
     assert "256" in repr(arena)
 
 
-def test_more_than_declared_names_backend_asked_declared_and_shape(memory: VirtualArena) -> None:
+def test_more_than_declared_names_backend_asked_declared_and_shape(memory: VaArena) -> None:
     arena = make(memory)
     with arena.step(SHAPE) as scratch:
         scratch.take(900)
@@ -121,19 +121,19 @@ def test_more_than_declared_names_backend_asked_declared_and_shape(memory: Virtu
     assert arena.high_water_bytes == 1000
 
 
-def test_backends_that_share_count_once_and_the_largest_is_named(memory: VirtualArena) -> None:
+def test_backends_that_share_count_once_and_the_largest_is_named(memory: VaArena) -> None:
     arena = make(memory, PerToken(), PerToken(backend="larger", rate=150))
     assert arena.size_bytes == 150 * 256
     with arena.step(SHAPE) as scratch, pytest.raises(DeclarationExceeded, match="'larger'"):
         scratch.take(1501)
 
 
-def test_a_shape_beyond_the_limits_is_refused(memory: VirtualArena) -> None:
+def test_a_shape_beyond_the_limits_is_refused(memory: VaArena) -> None:
     with pytest.raises(DeclarationExceeded), make(memory).step(StepShape(num_tokens=257)):
         pytest.fail("no scratch for it")
 
 
-def test_one_step_at_a_time_and_a_failed_step_ends(memory: VirtualArena) -> None:
+def test_one_step_at_a_time_and_a_failed_step_ends(memory: VaArena) -> None:
     arena = make(memory)
     with pytest.raises(AssertionError), arena.step(SHAPE), arena.step(SHAPE):
         pytest.fail("two steps at once")
@@ -141,7 +141,7 @@ def test_one_step_at_a_time_and_a_failed_step_ends(memory: VirtualArena) -> None
         pass
 
 
-def test_poison_covers_what_a_step_used_and_nothing_else(memory: VirtualArena) -> None:
+def test_poison_covers_what_a_step_used_and_nothing_else(memory: VaArena) -> None:
     arena = make(memory, PerToken(zeroed_bytes=64), poison=True)
     with arena.step(SHAPE) as scratch:
         ctypes.memset(arena.address + scratch.take(300), 1, 300)
@@ -149,31 +149,31 @@ def test_poison_covers_what_a_step_used_and_nothing_else(memory: VirtualArena) -
     assert after == b"\x01" * 64 + b"\xaa" * 236 + bytes(100)
 
 
-def test_leading_bytes_are_zero_before_first_use(memory: VirtualArena) -> None:
+def test_leading_bytes_are_zero_before_first_use(memory: VaArena) -> None:
     memory.commit(2**16)
     ctypes.memset(memory.address, 7, 2**16)
     make(memory, PerToken(zeroed_bytes=128))
     assert ctypes.string_at(memory.address, 130) == bytes(128) + b"\x07\x07"
 
 
-def test_kept_state_is_never_poisoned(memory: VirtualArena) -> None:
+def test_kept_state_is_never_poisoned(memory: VaArena) -> None:
     with pytest.raises(ValueError, match="keeps state"):
         make(memory, PerToken(keeps_state=True), poison=True)
 
 
-def test_two_shares_need_two_arenas(memory: VirtualArena) -> None:
+def test_two_shares_need_two_arenas(memory: VaArena) -> None:
     with pytest.raises(ValueError, match="several shares"):
         make(memory, PerToken(), PerToken(share="other"))
 
 
-def test_what_a_library_allocates_is_not_served(memory: VirtualArena) -> None:
+def test_what_a_library_allocates_is_not_served(memory: VaArena) -> None:
     arena = make(memory, PerToken(served=False))
     assert (arena.size_bytes, memory.committed_bytes) == (0, 0)
     with arena.step(SHAPE) as scratch, pytest.raises(DeclarationExceeded):
         scratch.take(1)
 
 
-def test_a_buffer_must_be_large_enough(memory: VirtualArena, ledger: Ledger) -> None:
+def test_a_buffer_must_be_large_enough(memory: VaArena, ledger: Ledger) -> None:
     manager = BufferManager(memory.stream, ledger=ledger, owner="scratch")
     for size in (25_600, 25_599):
         buffer = manager.gpu_sync(size, line=LineKind.SCRATCH)
@@ -185,7 +185,7 @@ def test_a_buffer_must_be_large_enough(memory: VirtualArena, ledger: Ledger) -> 
         buffer.close()
 
 
-def test_tensors_lie_in_the_arena_and_let_go_of_it(memory: VirtualArena) -> None:
+def test_tensors_lie_in_the_arena_and_let_go_of_it(memory: VaArena) -> None:
     torch = pytest.importorskip("torch")
     arena = make(memory)
     with arena.step(SHAPE) as scratch:

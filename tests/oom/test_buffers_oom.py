@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from tonnage.buffers import Buffer, BufferManager, Stream, VirtualArena
+from tonnage.buffers import Buffer, BufferManager, Device, Stream, VaArena
 from tonnage.device.fault import ALLOCATING, RELEASING, FaultDriver
 from tonnage.device.host import HostDriver
 from tonnage.errors import BufferOOM, DriverError, LedgerError
@@ -26,13 +26,13 @@ class Bench:
         self.host = HostDriver(CAPACITY, page_bytes=PAGE)
         self.fault = FaultDriver(self.host)
         self.ledger = Ledger(0, CAPACITY)
-        self.stream = Stream(self.fault)
+        self.stream = Stream(Device(self.fault))
         self.manager = BufferManager(self.stream, ledger=self.ledger, owner="manager")
         self.buffers: list[Buffer] = []
-        self.arenas: list[VirtualArena] = []
+        self.arenas: list[VaArena] = []
 
-    def arena(self, owner: str) -> VirtualArena:
-        arena = VirtualArena(
+    def arena(self, owner: str) -> VaArena:
+        arena = VaArena(
             self.stream, ledger=self.ledger, owner=owner, line=LineKind.KV, reserve_bytes=CAPACITY, chunk_bytes=4 * PAGE
         )
         self.arenas.append(arena)
@@ -166,7 +166,7 @@ def test_a_rollback_that_fails_too_keeps_the_books_true() -> None:
         bench.close()
 
 
-def _commit_and_close(arena: VirtualArena) -> None:
+def _commit_and_close(arena: VaArena) -> None:
     arena.commit(20 * PAGE)
     arena.close()
 

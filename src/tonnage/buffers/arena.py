@@ -28,7 +28,7 @@ class _Chunk:
     booked: bool = False
 
 
-class VirtualArena:
+class VaArena:
     """``reserve_bytes`` of addresses (rounded up to pages), of which the first ``committed_bytes`` have memory.
 
     Booked under ``owner``, ``line`` and ``tag``: requested bytes as asked for, physical bytes in whole pages.
@@ -59,7 +59,7 @@ class VirtualArena:
 
     def __repr__(self) -> str:
         return (
-            f"<VirtualArena {self.owner!r} {self.committed_bytes:,} of {self.size_bytes:,} bytes "
+            f"<VaArena {self.owner!r} {self.committed_bytes:,} of {self.size_bytes:,} bytes "
             f"at {self._address:#x} on {self.stream!r}>"
         )
 

@@ -6,13 +6,20 @@ sizes are bytes. Errors: ``DriverError``, ``DriverOOM``, ``DriverUnsupported``, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a device can do, found out by trying where trying is safe. ``page_bytes``: granularity of virtual memory."""
+    """What a device can do, found out by trying where trying is safe.
+
+    page_bytes          granularity of virtual memory: sizes and addresses of mappings are multiples of it
+    exportable          physical memory can be handed to another process as a file descriptor
+    concurrent_managed  the host may touch managed memory while kernels run
+    reasons             for each capability that is absent, by its name here: the call and code, or the attribute
+    """
 
     pools: bool
     vmm: bool
@@ -20,6 +27,9 @@ class Capabilities:
     multicast: bool
     host_register: bool
     page_bytes: int
+    exportable: bool = False
+    concurrent_managed: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +49,21 @@ class Driver(Protocol):
     def ordinal(self) -> int: ...
     @property
     def uuid(self) -> str: ...
-    def capabilities(self) -> Capabilities: ...
-    def activate(self) -> None: ...
+    @property
+    def kind(self) -> str:
+        """ "cuda" or "host"."""
+
+    @property
+    def name(self) -> str:
+        """What the device is called, for people."""
+
+    def capabilities(self) -> Capabilities:
+        """Probed once and remembered, failures too; ``probe_again`` forgets them."""
+
+    def probe_again(self) -> None: ...
+    def activate(self) -> None:
+        """Make the device current on the calling thread. Every call below does it by itself."""
+
     def mem_info(self) -> tuple[int, int]:
         """(free, total) in bytes."""
 
@@ -55,6 +78,17 @@ class Driver(Protocol):
     def map(self, addr: int, size: int, handle: int) -> None: ...
     def unmap(self, addr: int, size: int) -> None: ...
     def set_access(self, addr: int, size: int, *, peers: tuple[int, ...] = ()) -> None: ...
+    def phys_export(self, handle: int) -> int:
+        """A file descriptor for memory created ``exportable``; the caller closes it."""
+
+    def phys_import(self, fd: int, size: int) -> int:
+        """A handle for another device's or process's memory; released like one's own."""
+
+    # multicast: only a simulated device makes such objects (see ``CudaDriver.multicast_create`` for why)
+    def multicast_create(self, size: int, *, num_devices: int) -> int: ...
+    def multicast_add_device(self, multicast: int) -> None: ...
+    def multicast_bind(self, multicast: int, handle: int, size: int) -> None: ...
+    def multicast_unbind(self, multicast: int, size: int) -> None: ...
 
     # pools and plain allocations
     def pool_create(self) -> int: ...
@@ -63,6 +97,7 @@ class Driver(Protocol):
     def pool_free(self, addr: int, *, stream: int) -> None: ...
     def pool_trim(self, pool: int, keep: int) -> None: ...
     def pool_stats(self, pool: int) -> PoolStats: ...
+    def pool_reset_high(self, pool: int) -> None: ...
     def mem_alloc(self, size: int) -> int: ...
     def mem_free(self, addr: int) -> None: ...
     def host_alloc(self, size: int, *, flags: int) -> int: ...

@@ -57,6 +57,14 @@ class HostDriver(HostPages, EagerStreams):
     def uuid(self) -> str:
         return f"host-{self.ordinal}"
 
+    @property
+    def kind(self) -> str:
+        return "host"
+
+    @property
+    def name(self) -> str:
+        return f"host memory of {format_bytes(self.capacity_bytes)}"
+
     def capabilities(self) -> Capabilities:
         return Capabilities(
             pools=True, vmm=True, managed=False, multicast=False, host_register=False, page_bytes=self._page_bytes

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 
-from tonnage.buffers import Stream, VirtualArena
+from tonnage.buffers import Device, Stream, VaArena
 from tonnage.device.fence import is_fenced, lift_fence, raise_fence
 from tonnage.device.host import HostDriver
 from tonnage.device.machine import host_memory
@@ -36,7 +36,7 @@ class Site:
             )
         capacity = _checked_capacity(memory_bytes)
         self.driver = make_driver(capacity)
-        self.stream = Stream(self.driver)
+        self.stream = Stream(Device(self.driver))
         self.ledger = Ledger(index, capacity)
         self._closing: list[Callable[[], None]] = []
         # Earlier work may have left free heap: give it back first, or it would hide what we take.
@@ -52,8 +52,8 @@ class Site:
     def chip(self) -> Chip:
         return self.card.chip
 
-    def arena(self, owner: str, line: LineKind, *, reserve_bytes: int) -> VirtualArena:
-        arena = VirtualArena(self.stream, ledger=self.ledger, owner=owner, line=line, reserve_bytes=reserve_bytes)
+    def arena(self, owner: str, line: LineKind, *, reserve_bytes: int) -> VaArena:
+        arena = VaArena(self.stream, ledger=self.ledger, owner=owner, line=line, reserve_bytes=reserve_bytes)
         self._closing.append(arena.close)
         return arena
 

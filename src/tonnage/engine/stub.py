@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tonnage.buffers import BufferManager, Stream
+from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.device.host import HostDriver
@@ -86,7 +86,7 @@ class _StubRuntime:
     @classmethod
     def of(cls, plan: MemoryPlan, chunking: Chunking, *, end_probability: float, seed: int) -> _StubRuntime:
         ledger = Ledger(0, _DEVICE_BYTES)
-        buffers = BufferManager(Stream(HostDriver(_DEVICE_BYTES)), ledger=ledger, owner="penalties")
+        buffers = BufferManager(Stream(Device(HostDriver(_DEVICE_BYTES))), ledger=ledger, owner="penalties")
         return cls(
             plan=plan,
             vocab_size=_VOCAB_SIZE,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tonnage.buffers import Memory, VirtualArena
+from tonnage.buffers import Memory, VaArena
 from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
 from tonnage.errors import DeclarationExceeded
@@ -65,7 +65,7 @@ class StepScratch:
 class ScratchArena:
     """One scratch memory for all ``declarations``, which use it in turn (they have one ``share``).
 
-    The bytes are ``worst_bytes(declarations, limits, chip)``: a ``VirtualArena`` is committed to them, a buffer must
+    The bytes are ``worst_bytes(declarations, limits, chip)``: a ``VaArena`` is committed to them, a buffer must
     have them (``DeclarationExceeded``). The memory stays the caller's to close, after ``close`` here. ``poison``
     overwrites what a step used when it ends, and is refused for a backend that keeps state there.
     """
@@ -81,7 +81,7 @@ class ScratchArena:
         self._zeroed_bytes = max((one.zeroed_bytes for one in self.declarations), default=0)
         self._tensor: torch.Tensor | None = None
         self._is_busy = False
-        if isinstance(memory, VirtualArena):
+        if isinstance(memory, VaArena):
             memory.commit(self.size_bytes)
         elif memory.usable_bytes < self.size_bytes:
             raise DeclarationExceeded(
