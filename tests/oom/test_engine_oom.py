@@ -7,12 +7,10 @@ the way torch's CPU allocator does.
 from __future__ import annotations
 
 import sys
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tonnage.config import LimitKnobs, Setting
 from tonnage.device.fault import FaultDriver
@@ -24,9 +22,8 @@ from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
+from loop import FailTorch, num_points
 from tiny import save_tiny_llama
-
-REFUSAL = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +43,12 @@ def failure(options, make_driver) -> StartupError | UserError | None:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 def test_every_device_allocation_of_a_start_may_fail(options, forever):
-    before, reached = process_memory().shmem_bytes, 0
-    for nth in count(1):
+    before = process_memory().shmem_bytes
+
+    def attempt(nth):
         devices: list[tuple[HostDriver, FaultDriver]] = []
 
-        def make_driver(capacity, nth=nth, devices=devices):
+        def make_driver(capacity):
             host = HostDriver(capacity)
             devices.append((host, FaultDriver(host, nth, forever=forever)))
             return devices[0][1]
@@ -63,26 +61,11 @@ def test_every_device_allocation_of_a_start_may_fail(options, forever):
         host, fault = devices[0]
         assert host.used_bytes == 0, f"call {nth} left memory on the device"
         assert process_memory().shmem_bytes == before
-        if not fault.num_injected:
-            break
-        reached += 1
+        return fault.num_injected
+
+    reached = num_points(attempt)
     print(f"\n{reached} device allocations failed in turn")
     assert reached > 10
-
-
-class FailOperation(TorchDispatchMode):
-    """The nth torch operation fails for want of memory, or it and all after it."""
-
-    def __init__(self, nth, *, forever):
-        super().__init__()
-        self.nth, self.forever, self.seen, self.injected = nth, forever, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        if self.seen == self.nth or (self.forever and self.seen > self.nth):
-            self.injected += 1
-            raise RuntimeError(REFUSAL)
-        return func(*args, **(kwargs or {}))
 
 
 def serve(engine):
@@ -101,8 +84,9 @@ def test_every_torch_allocation_of_a_step_may_fail(options, forever):
     with start(options) as engine:
         truth = {name: completion.token_ids for name, completion in serve(engine).items()}
         booked = engine.ledger.accounted_bytes
-        for nth in count(1):
-            with FailOperation(nth, forever=forever) as mode:
+
+        def attempt(nth):
+            with FailTorch(nth, forever=forever) as mode:
                 done = serve(engine)
             assert set(done) == {"r0", "r1"}, f"operation {nth}: a request was lost"
             for name, completion in done.items():
@@ -113,9 +97,10 @@ def test_every_torch_allocation_of_a_step_may_fail(options, forever):
             progress = engine.progress()
             assert (progress.num_running, progress.num_waiting, progress.kv_used_tokens) == (0, 0, 0)
             assert engine.ledger.accounted_bytes == booked
-            if not mode.injected:
-                break
-        print(f"\n{nth - 1} torch operations failed in turn")
-        assert nth > 50
+            return mode.num_injected
+
+        reached = num_points(attempt)
+        print(f"\n{reached} torch operations failed in turn")
+        assert reached > 50
         assert {name: completion.token_ids for name, completion in serve(engine).items()} == truth
     torch.manual_seed(0)
