@@ -25,7 +25,7 @@ CPU_REFUSAL = (
 
 
 def num_points(attempt: Callable[[int], int]) -> int:
-    """How many points ``attempt`` reached: ``attempt(nth)`` fails call ``nth`` and returns how many failures it injected."""
+    """The number of points reached by ``attempt(nth)``, which fails call ``nth`` and returns how many it failed."""
     for nth in count(1):
         if attempt(nth) == 0:
             return nth - 1
