@@ -19,7 +19,9 @@
     │   └── CannotMaterialize     memory put to sleep cannot come back now; nothing was lost
     ├── BufferInUse               memory cannot be closed while something still looks at it
     ├── NotMaterialized           memory that sleeps was used
+    ├── ForkedProcess             device memory was used in a child of the process that made it
     ├── CaptureError              an allocation or a page-table edit during a stream capture
+    ├── RangePoisoned             memory whose release failed half way was used; only freeing it is left
     ├── RangeReferenced           a captured graph or a registration holds this range where it is
     ├── GraphRangeUnmapped        a graph would replay over memory that is not mapped
     ├── DeclarationExceeded       scratch asked for beyond what its backend declared          (also a MemoryError)
@@ -212,8 +214,16 @@ class NotMaterialized(TonnageError):
     """Memory that was released (asleep) was used before it was materialised again."""
 
 
+class ForkedProcess(TonnageError):
+    """Device memory was used in a child of the process that made it: it does not pass through a fork."""
+
+
 class CaptureError(TonnageError):
     """An allocation or a page-table edit was asked for while a stream is being captured into a graph."""
+
+
+class RangePoisoned(TonnageError):
+    """Memory whose release failed half way: it is out of use for good, and only freeing it may be tried."""
 
 
 class RangeReferenced(TonnageError):

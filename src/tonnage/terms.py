@@ -438,9 +438,11 @@ class MemoryPlan:
 class Reading:
     """One look at the device, its fields always read in this order.
 
-    own_bytes is what this process holds there; ``own_source`` says how it is known. On the host device the torch
-    fields are 0 (its CPU allocator keeps no statistics) and ``own_bytes`` is anonymous plus shared memory since the
-    baseline; ``peak_own_bytes`` is the highest value since the last reset, where the kernel keeps one.
+    own_bytes is what this process holds there; ``own_source`` says how it is known: "nvml" asked the driver of this
+    very process, "inferred" took what vanished from free memory since the device was opened, whoever took it. On the
+    host device the torch fields are 0 (its CPU allocator keeps no statistics) and ``own_bytes`` is anonymous plus
+    shared memory since the baseline; ``peak_own_bytes`` is the highest value since the last reset, where the kernel
+    keeps one. ``arena_bytes`` is what the ledger's accounts hold, ``pool_reserved_bytes`` what our pool has taken.
     """
 
     phase: str
@@ -510,7 +512,9 @@ class LedgerEntry:
 class LedgerEvent:
     """One change of one account; the ring of these gives history, timeline and the first-use audit.
 
-    ``stream`` is the handle of the stream the memory was asked for on, None where there was none.
+    delta   physical bytes taken; below zero, given back
+    stream  handle of the stream that the memory was asked for on, None where there was none
+    line    of the account, None in files that say nothing of it
     """
 
     at_ns: int
@@ -520,11 +524,17 @@ class LedgerEvent:
     step: int
     sealed: bool
     stream: int | None = None
+    line: LineKind | None = None
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The ledger at one moment. ``unattributed`` = ``own`` - physical bytes of all accounts; may be negative."""
+    """The ledger at one moment. ``unattributed`` = ``own`` - physical bytes of all accounts on the device; may be < 0.
+
+    foreign_low, foreign_high  the least and the most that others were seen to hold; None where nobody looked
+    host                       bytes of accounts in host memory where the device is not the host: in none of the others
+    """
 
     phase: str
     entries: tuple[LedgerEntry, ...]
@@ -534,3 +544,6 @@ class Snapshot:
     free: int
     unattributed: int | None
     first_uses: tuple[LedgerEvent, ...] = field(default=())
+    foreign_low: int | None = None
+    foreign_high: int | None = None
+    host: int = 0

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import threading
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from tonnage.buffers import BufferManager, Device, Stream, VaArena  # noqa: E402
+from tonnage.buffers import BufferManager, Device, Stream, VaArena, dlpack  # noqa: E402
+from tonnage.buffers.scopes import scope  # noqa: E402
 from tonnage.buffers.torch_view import as_tensor, typed_view  # noqa: E402
 from tonnage.device.host import HostDriver  # noqa: E402
-from tonnage.errors import BufferInUse  # noqa: E402
+from tonnage.errors import BufferInUse, NotMaterialized  # noqa: E402
 from tonnage.layout import DTYPE_BYTES  # noqa: E402
 from tonnage.ledger import Ledger  # noqa: E402
 from tonnage.terms import LineKind  # noqa: E402
@@ -103,3 +107,114 @@ def test_a_view_that_does_not_lie_in_the_tensor_is_refused(offset: int, shape: t
 
 def test_an_empty_view_is_fine() -> None:
     assert typed_view(torch.zeros(8, dtype=torch.uint8), 8, (2, 0), "float32").shape == (2, 0)
+
+
+# DLPack by hand
+
+
+def test_numpy_and_torch_write_into_the_same_memory(driver: HostDriver) -> None:
+    numpy = pytest.importorskip("numpy")
+    manager = BufferManager(Stream(Device(driver)), ledger=Ledger(0, 64 * PAGE), owner="tests")
+    buffer = manager.pinned((3, 4), "float32", line=LineKind.TABLES)
+    assert buffer.__dlpack_device__() == (1, 0)
+    array, tensor = numpy.from_dlpack(buffer), torch.from_dlpack(buffer)
+    assert array.flags.writeable
+    array[:] = numpy.arange(12.0).reshape(3, 4)
+    assert torch.equal(tensor, torch.arange(12.0).reshape(3, 4))
+    assert (array.ctypes.data, tensor.data_ptr()) == (buffer.address, buffer.address)
+    assert buffer.exports.names == ("a tensor of 48 bytes", "a tensor of 48 bytes")
+    del array
+    with pytest.raises(BufferInUse):
+        buffer.close()
+    del tensor
+    buffer.close()
+
+
+@pytest.mark.parametrize("name", DTYPE_BYTES)
+def test_torch_reads_every_dtype_as_it_is(driver: HostDriver, name: str) -> None:
+    manager = BufferManager(Stream(Device(driver)), ledger=Ledger(0, 64 * PAGE), owner="tests")
+    buffer = manager.cpu((2, 3), name, line=LineKind.TABLES)
+    tensor = torch.from_dlpack(buffer)
+    assert (tensor.dtype, tuple(tensor.shape)) == (getattr(torch, name), (2, 3))
+    assert tensor.nbytes == buffer.size_bytes
+    del tensor
+    buffer.close()
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_a_capsule_that_nobody_takes_lets_go(arena: VaArena, versioned: bool) -> None:
+    one = dlpack.capsule(arena, shape=(5,), versioned=versioned)
+    with pytest.raises(BufferInUse, match="a tensor of 5 bytes"):
+        arena.close()
+    del one
+    assert not arena.exports.is_alive
+
+
+def test_copies_and_other_devices_are_refused(driver: HostDriver) -> None:
+    manager = BufferManager(Stream(Device(driver)), ledger=Ledger(0, 64 * PAGE), owner="tests")
+    buffer = manager.gpu_sync(10, line=LineKind.TABLES)
+    for wrong in ({"copy": True}, {"dl_device": (2, 0)}):
+        with pytest.raises(BufferError, match="no copy, no other device"):
+            buffer.__dlpack__(**wrong)
+    with pytest.raises(ValueError, match="do not lie in"):
+        dlpack.capsule(buffer, shape=(3,), dtype="float32")
+    assert not buffer.exports.is_alive
+    buffer.close()
+
+
+def test_the_last_view_may_go_on_any_thread(arena: VaArena) -> None:
+    held = [as_tensor(arena)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert not arena.exports.is_alive
+
+
+def test_a_resized_buffer_has_a_tensor_of_its_new_size(driver: HostDriver) -> None:
+    manager = BufferManager(Stream(Device(driver)), ledger=Ledger(0, 64 * PAGE), owner="tests")
+    buffer = manager.gpu_sync(100, line=LineKind.TABLES)
+    before = as_tensor(buffer)
+    buffer.resize(50)  # within the capacity: what looks at it still looks at our memory
+    assert (as_tensor(buffer).numel(), before.numel()) == (50, 100)
+    del before
+    buffer.close()
+
+
+def test_sleeping_memory_is_not_touched_through_us(driver: HostDriver) -> None:
+    device = Device(driver)
+    manager = BufferManager(Stream(device), ledger=Ledger(0, 64 * PAGE), owner="tests")
+    with scope("sleepy"):
+        buffer = manager.gpu(100, line=LineKind.TABLES)
+    device.virtual.release("sleepy")
+    for touch in (lambda: manager.set_zero(buffer), lambda: manager.copy(src=buffer, dst=buffer), buffer.__dlpack__):
+        with pytest.raises(NotMaterialized, match="sleepy"):
+            touch()
+    device.virtual.materialize("sleepy")
+    manager.set_zero(buffer)
+    buffer.close()
+    device.fences.reap()
+
+
+def test_tensors_that_outlive_the_interpreter_end_it_cleanly() -> None:
+    """At exit the memory, its tensors and we ourselves go in an order that nobody knows."""
+    program = """
+import threading, torch
+from tonnage.buffers import BufferManager, Device, Stream
+from tonnage.buffers.torch_view import as_tensor
+from tonnage.device.host import HostDriver
+from tonnage.ledger import Ledger
+from tonnage.terms import LineKind
+manager = BufferManager(Stream(Device(HostDriver(2**22))), ledger=Ledger(0, 2**22), owner="x")
+buffers = [manager.gpu(100, line=LineKind.TABLES) for _ in range(3)]
+torch.kept = [as_tensor(buffer) for buffer in buffers]
+kept = as_tensor(buffers[0])[3:]
+cycle = [torch.from_dlpack(buffers[1])]
+cycle.append(cycle)
+def late():
+    held = as_tensor(buffers[2])
+    import time
+    time.sleep(60)
+threading.Thread(target=late, daemon=True).start()
+"""
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

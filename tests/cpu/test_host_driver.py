@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tonnage.device.fault import ALLOCATING, FaultDriver
-from tonnage.device.host import HostDriver
+from tonnage.device.fabric import HostFabric
+from tonnage.device.fault import ALLOCATING, RELEASING, FaultDriver
+from tonnage.device.host import CALLS_BEHIND, HostDriver
+from tonnage.device.hostpages import HostPages
 from tonnage.device.ranges import RangeBook
 from tonnage.errors import DriverError, DriverOOM, DriverUnsupported
 
@@ -184,8 +188,6 @@ def test_an_empty_device_is_refused() -> None:
 
 def test_what_a_host_cannot_do(driver: HostDriver) -> None:
     with pytest.raises(DriverUnsupported):
-        driver.phys_create(PAGE, exportable=True)
-    with pytest.raises(DriverUnsupported):
         driver.set_access(PAGE, PAGE, peers=(1,))
 
 
@@ -213,9 +215,10 @@ def test_a_system_that_has_no_more_memory_reads_as_out_of_memory(
 def test_a_plain_allocation_that_fails_half_way_leaves_nothing(
     driver: HostDriver, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = FaultDriver(driver, nth)
-    for call in ("phys_create", "va_reserve", "map", "set_access"):
-        monkeypatch.setattr(driver, call, _first_failing(fault, call, getattr(driver, call)), raising=False)
+    steps = ("phys_create", "va_reserve", "map", "set_access")
+    failing = FaultDriver(None, nth)  # type: ignore[arg-type] - counts alone
+    for call in steps:
+        monkeypatch.setattr(HostPages, call, _first_failing(failing, call, getattr(HostPages, call)))
     with pytest.raises(DriverOOM):
         driver.mem_alloc(100)
     assert driver.leaks() == ()
@@ -224,7 +227,7 @@ def test_a_plain_allocation_that_fails_half_way_leaves_nothing(
 
 def _first_failing(fault: FaultDriver, call: str, real):
     def method(*args: object, **kwargs: object) -> object:
-        fault._count(call)
+        fault.count(call)
         return real(*args, **kwargs)
 
     return method
@@ -258,8 +261,214 @@ def test_a_fault_driver_fails_the_nth_call_once_or_from_then_on(driver: HostDriv
     assert (fault.num_calls, driver.used_bytes) == (0, 0)
 
 
-def test_every_allocating_call_exists() -> None:
-    assert all(callable(getattr(HostDriver, name)) for name in ALLOCATING)
+def test_every_call_that_can_fail_exists() -> None:
+    assert all(callable(getattr(HostDriver, name)) for name in ALLOCATING | RELEASING)
+    with pytest.raises(ValueError, match="reboot"):
+        FaultDriver(HostDriver(PAGE), 1, calls=frozenset({"reboot"}))
+
+
+def outcomes(call: Callable[[], object], times: int) -> str:
+    """A letter per call: "." for a success, "x" for a failure."""
+
+    def one() -> str:
+        try:
+            call()
+        except DriverError:
+            return "x"
+        return "."
+
+    return "".join(one() for _ in range(times))
+
+
+def test_a_fault_driver_fails_a_few_times_with_a_code_of_its_own(driver: HostDriver) -> None:
+    fault = FaultDriver(driver)
+    addr = fault.va_reserve(PAGE, align=PAGE)
+    fault.map(addr, PAGE, fault.phys_create(PAGE))
+    fault.arm(2, times=3, calls=frozenset({"set_access"}), error=DriverError, code="NOT_READY")
+    assert outcomes(lambda: fault.set_access(addr, PAGE), 7) == ".xxx..."
+    fault.arm(1, calls=frozenset({"set_access"}), error=DriverError, code="NOT_READY")
+    with pytest.raises(DriverError) as caught:
+        fault.set_access(addr, PAGE)
+    assert (caught.value.call, caught.value.code) == ("set_access", "NOT_READY")
+    assert not isinstance(caught.value, DriverOOM)
+
+
+def test_a_fault_driver_fails_at_random_and_again_the_same(driver: HostDriver) -> None:
+    fault = FaultDriver(driver)
+
+    def run(seed: int, probability: float) -> str:
+        fault.arm_random(probability, seed=seed)
+        found = outcomes(lambda: driver.mem_free(fault.mem_alloc(1)), 60)
+        assert (fault.num_calls, fault.num_injected) == (60, found.count("x"))
+        return found
+
+    assert run(1, 0.3) == run(1, 0.3) != run(2, 0.3)
+    assert 5 < run(1, 0.3).count("x") < 40
+    assert (run(1, 0.0), run(1, 1.0)) == ("." * 60, "x" * 60)
+
+
+def test_a_fault_driver_fails_inside_the_roll_back_too(driver: HostDriver) -> None:
+    fault = FaultDriver(driver)
+    handle = fault.phys_create(PAGE)
+    fault.arm(1, in_rollback=True)
+    fault.mem_free(driver.mem_alloc(1))  # no failure yet, so this is no roll-back
+    with pytest.raises(DriverOOM):
+        fault.va_reserve(PAGE, align=PAGE)
+    with pytest.raises(DriverError, match="first call of the roll-back") as caught:
+        fault.phys_release(handle)
+    assert not isinstance(caught.value, DriverOOM)
+    fault.phys_release(handle)
+    assert (fault.num_injected, driver.used_bytes) == (2, 0)
+
+
+def test_decorators_pass_everything_on_and_set_what_is_the_devices(driver: HostDriver) -> None:
+    inner = FaultDriver(driver)
+    outer = FaultDriver(inner, 1)
+    assert (outer.uuid, outer.kind, outer.capacity_bytes) == (driver.uuid, "host", driver.capacity_bytes)
+    outer.foreign_bytes = PAGE
+    assert driver.foreign_bytes == PAGE
+    with pytest.raises(DriverOOM):
+        outer.mem_alloc(1)
+    assert (outer.num_calls, inner.num_calls) == (1, 0)
+    inner.arm(1)
+    outer.arm(None)
+    with pytest.raises(DriverOOM):
+        outer.mem_alloc(1)
+    assert (outer.num_injected, inner.num_injected) == (0, 1)
+    with pytest.raises(AttributeError):
+        _ = outer.no_such_thing
+    assert repr(outer) == f"<FaultDriver over <FaultDriver over {driver!r}>>"
+
+
+def test_a_method_replaced_below_a_decorator_is_seen(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FaultDriver(driver)
+    fault.mem_free(fault.mem_alloc(1))
+    monkeypatch.setattr(driver, "mem_alloc", lambda size: size + 1)
+    assert fault.mem_alloc(41) == 42
+
+
+# what can be switched off
+
+
+@pytest.mark.parametrize("name", CALLS_BEHIND)
+def test_what_is_switched_off_is_refused_with_a_reason(name: str) -> None:
+    driver = HostDriver(8 * PAGE, without=frozenset({name}), fabric=HostFabric())
+    found = driver.capabilities()
+    assert not getattr(found, name)
+    assert "NOT_SUPPORTED" in found.reasons[name]
+    for call in CALLS_BEHIND[name]:
+        with pytest.raises(DriverUnsupported) as caught:
+            getattr(driver, call)(PAGE)
+        assert (caught.value.call, caught.value.code) == (call, "NOT_SUPPORTED")
+    driver.mem_free(driver.mem_alloc(PAGE))  # plain memory is always there
+    assert driver.close() == ()
+
+
+def test_what_needs_another_capability_falls_with_it() -> None:
+    found = HostDriver(PAGE, without=frozenset({"vmm", "managed"}), fabric=HostFabric()).capabilities()
+    assert (found.exportable, found.multicast, found.concurrent_managed) == (False, False, False)
+    assert "needs 'vmm'" in found.reasons["exportable"]
+    assert found.pools
+    with pytest.raises(DriverError, match=r"no capabilities \['wings'\]"):
+        HostDriver(PAGE, without=frozenset({"wings"}))
+
+
+def test_every_capability_that_is_absent_has_a_reason_and_no_other(driver: HostDriver) -> None:
+    found = driver.capabilities()
+    driver.probe_again()
+    assert driver.capabilities() == found
+    assert {name for name in CALLS_BEHIND if not getattr(found, name)} == set(found.reasons)
+    assert set(found.reasons) == {"multicast", "host_register"}
+
+
+def test_managed_memory_takes_capacity_and_is_freed_like_plain_memory(driver: HostDriver) -> None:
+    addr = driver.managed_alloc(3 * PAGE - 5)
+    assert driver.used_bytes == 3 * PAGE
+    ctypes.memset(addr, 7, 3 * PAGE - 5)  # the host may touch it
+    driver.copy(addr, addr + 100, 10, stream=0)
+    driver.mem_free(addr)
+    assert (driver.used_bytes, driver.leaks()) == (0, ())
+    with pytest.raises(DriverOOM):
+        driver.managed_alloc(33 * PAGE)
+
+
+def test_pinned_memory_may_have_a_limit_of_its_own() -> None:
+    driver = HostDriver(PAGE, host_capacity_bytes=1000)
+    addr = driver.host_alloc(600, flags=0)
+    with pytest.raises(DriverOOM, match="asked for 401 bytes; 600 of 1,000 bytes of host memory in use"):
+        driver.host_alloc(401, flags=0)
+    driver.host_free(addr)
+    driver.host_free(driver.host_alloc(1000, flags=0))
+    assert driver.close() == ()
+
+
+def test_a_pools_high_marks_can_start_again(driver: HostDriver) -> None:
+    pool = driver.pool_create()
+    first, second = (driver.pool_alloc(pool, PAGE, stream=0) for _ in range(2))
+    driver.pool_free(first, stream=0)
+    driver.pool_reset_high(pool)
+    stats = driver.pool_stats(pool)
+    assert (stats.used_high_bytes, stats.reserved_high_bytes) == (PAGE, 2 * PAGE)
+    driver.pool_free(second, stream=0)
+    driver.pool_trim(pool, 0)
+    driver.pool_reset_high(pool)
+    stats = driver.pool_stats(pool)
+    assert (stats.used_high_bytes, stats.reserved_high_bytes, stats.reserved_bytes) == (0, 0, 0)
+
+
+def test_a_pool_fragments(driver: HostDriver) -> None:
+    pool = driver.pool_create()
+    pieces = [driver.pool_alloc(pool, PAGE // 4, stream=0) for _ in range(8)]
+    for piece in pieces[::2]:
+        driver.pool_free(piece, stream=0)
+    assert driver.pool_stats(pool).used_bytes == PAGE
+    driver.pool_alloc(pool, PAGE // 2, stream=0)  # a page is free, in four places
+    assert driver.pool_stats(pool).reserved_bytes == 3 * PAGE
+
+
+# another process
+
+
+def test_another_process_takes_memory_between_the_look_and_the_call(driver: HostDriver) -> None:
+    driver.foreign.holds(30 * PAGE, at="phys_create", nth=2)
+    driver.phys_release(driver.phys_create(PAGE))
+    assert driver.mem_info()[0] == 32 * PAGE
+    with pytest.raises(DriverOOM, match="held by others"):
+        driver.phys_create(3 * PAGE)
+    assert not driver.foreign.is_armed
+    assert driver.mem_info()[0] == 2 * PAGE
+
+
+def test_its_moves_come_after_any_number_of_calls(driver: HostDriver) -> None:
+    driver.foreign.holds(5 * PAGE, nth=3)
+    driver.foreign.holds(0, nth=5)
+    seen = [driver.mem_info()[0] // PAGE for _ in range(6)]
+    assert seen == [32, 32, 27, 27, 32, 32]
+    with pytest.raises(ValueError, match="neither"):
+        driver.foreign.holds(-1)
+
+
+def test_a_hook_hears_the_calls_from_outside_alone(driver: HostDriver) -> None:
+    heard: list[str] = []
+    driver.foreign.hook = heard.append
+    driver.mem_free(driver.mem_alloc(PAGE))
+    driver.foreign.hook = None
+    driver.mem_info()
+    assert heard == ["mem_alloc", "mem_free"]
+
+
+def test_small_calls_are_quick(driver: HostDriver, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bar is 50,000 calls a second; a machine that is busy with other things gets a fifth of that."""
+    pool = driver.pool_create()
+    driver.pool_alloc(pool, 1000, stream=0)  # so that the pool has a page
+    num_pairs = 5_000
+    start = time.perf_counter()
+    for _ in range(num_pairs):
+        driver.pool_free(driver.pool_alloc(pool, 1000, stream=0), stream=0)
+    rate = 2 * num_pairs / (time.perf_counter() - start)
+    with capsys.disabled():
+        print(f"\n{rate:,.0f} pool calls a second on the simulated device")
+    assert rate > 10_000
 
 
 def test_a_book_of_ranges_finds_overlaps_and_gaps() -> None:

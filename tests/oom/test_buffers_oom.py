@@ -92,10 +92,13 @@ def test_every_allocation_may_fail(forever: bool, capsys: pytest.CaptureFixture[
             scenario(bench)
         except (BufferOOM, DriverError) as error:
             caught = error
-        assert (caught is not None) == (bench.fault.num_injected > 0)
+        injected = bench.fault.num_injected > 0
+        assert injected or caught is None
+        # Single buffers ask a second time, so that one failure among theirs is none.
+        assert caught is not None or not injected or not forever
         assert caught is None or (isinstance(caught, MemoryError) and "INJECTED" in str(caught))
         bench.check()
-        return caught is not None
+        return injected
 
     reached = points(forever, run)
     with capsys.disabled():

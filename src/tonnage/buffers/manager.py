@@ -1,128 +1,256 @@
-"""Single buffers by kind. The manager asks the device for memory and knows nothing of budgets."""
+"""Buffers by kind, on one stream. The manager asks the device for memory and knows nothing of budgets."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable
-from ctypes import addressof, c_char
-from typing import TypeAlias
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-from tonnage.buffers.memory import Exports, out_of_memory
+from tonnage.buffers.buffer import Buffer, num_bytes_of
+from tonnage.buffers.copying import Copying
+from tonnage.buffers.kinds import PLAIN, InGraph, Pooled, Source, Virtual
+from tonnage.buffers.ladder import sweep
+from tonnage.buffers.scopes import current
 from tonnage.buffers.stream import Stream
-from tonnage.errors import BufferOOM, DriverOOM, DriverUnsupported
+from tonnage.errors import CaptureError, DriverUnsupported
 from tonnage.ledger import Account, Ledger
 from tonnage.terms import LineKind, MemoryKind
 
-Free: TypeAlias = Callable[[], None]
+if TYPE_CHECKING:
+    from tonnage.buffers.group import Group
+    from tonnage.buffers.nvls import NvlsBuffer
+    from tonnage.buffers.pinned_pool import PinnedStats
+
+Shape: TypeAlias = int | Sequence[int]
+
+_log = logging.getLogger(__name__)
+
+_GPU = MemoryKind.GPU  # looked up once: members of an enumeration are slow to reach
 
 
-class Buffer:
-    """``size_bytes`` of one kind of memory at ``address``, made by a ``BufferManager``. Single owner; close it once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStats:
+    """Bytes. The first five are the device's private pool, shared by all managers; 0 where there is none.
 
-    An empty buffer has no memory: its address is 0.
+    free_bytes  reserved less used, not below 0: the two are asked for one after the other
+    live_bytes  asked for by this manager's owner and not yet closed, by kind
+    pinned      the device's pool of pinned memory, None where nobody used it
     """
 
-    def __init__(
-        self, stream: Stream, *, kind: MemoryKind, size_bytes: int, address: int, account: Account, free: Free
-    ) -> None:
-        self.stream, self.kind, self.size_bytes, self.address = stream, kind, size_bytes, address
-        self.exports = Exports()
-        self._account, self._free = account, free
-
-    def __repr__(self) -> str:
-        return f"<Buffer {self.kind} {self.size_bytes:,} bytes at {self.address:#x} on {self.stream!r}>"
-
-    @property
-    def usable_bytes(self) -> int:
-        return self.size_bytes
-
-    def close(self) -> None:
-        """Give the memory back. Closing again does nothing. Raises ``BufferInUse`` while a tensor over it is alive.
-
-        Work on other streams that uses the memory must be done before.
-        """
-        if self.address:
-            self.exports.require_none(self)
-            self._free()
-            self._account.sub(self.size_bytes, self.size_bytes)
-        self.address = self.size_bytes = 0
+    reserved_bytes: int
+    used_bytes: int
+    free_bytes: int
+    reserved_high_bytes: int
+    used_high_bytes: int
+    live_bytes: Mapping[MemoryKind, int]
+    pinned: PinnedStats | None
 
 
-class BufferManager:
+class BufferManager(Copying):
     """Buffers for ``owner`` on the device of ``stream``, each booked in ``ledger`` under the line it is for.
 
-    ``gpu_sync`` is the device's plain allocation: it and its free may wait for the device. ``cpu`` is pageable host
-    memory. The other kinds have no room yet and are refused with ``DriverUnsupported``.
+    gpu          in a scope virtual memory, else the private pool, in stream order; where the device has none of
+                 them, plain memory
+    gpu_sync     in a scope virtual memory, else plain memory: it and its free may wait for the whole device
+    cpu          pageable memory of the host
+    pinned       page-locked memory of the host, slow to make
+    pinned_pool  the same out of a pool
+    managed      memory that host and device both may touch
+    ipc_nvls     memory of a group of devices
+
+    Sizes are elements of ``dtype`` (bytes by default) or a shape; contents are undefined. An allocation is all or
+    nothing, in memory and in the ledger. It raises ``BufferOOM`` when nothing on the ladder helped, ``CaptureError``
+    while a stream is captured, ``DriverUnsupported`` where the device cannot, and ``LedgerError`` after a strict seal.
+    Any thread may call it, but a buffer belongs to one. Memory of ``gpu`` is there for work that follows on the
+    stream; other streams wait for an event first, and are recorded with ``Buffer.record_stream``.
     """
 
-    def __init__(self, stream: Stream, *, ledger: Ledger, owner: str) -> None:
-        self.stream, self.owner = stream, owner
+    def __init__(self, stream: Stream, *, ledger: Ledger, owner: str, trim_on_close: bool = False) -> None:
+        self.stream, self.owner, self.trim_on_close = stream, owner, trim_on_close
         self._ledger = ledger
-        self._take = {MemoryKind.GPU_SYNC: self._take_device, MemoryKind.CPU: self._take_host}
+        self._accounts: dict[tuple[MemoryKind, LineKind, str], Account] = {}
+        self._orphans: deque[Buffer] = deque()
+        self._pool = stream.device.pool
+        self._closed = self._told = False
+        self._plain: dict[MemoryKind, Source] = {kind: self._source(make, kind) for kind, make in PLAIN.items()}
+        self._pooled = self._source(Pooled, MemoryKind.GPU)
+        self._unpooled = self._source(Source, MemoryKind.GPU)
 
     def __repr__(self) -> str:
         return f"<BufferManager {self.owner!r} on {self.stream!r}>"
 
-    def gpu_sync(self, size_bytes: int, *, line: LineKind, tag: str = "") -> Buffer:
-        return self.allocate(MemoryKind.GPU_SYNC, size_bytes, line=line, tag=tag)
+    def gpu(
+        self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "", graph_memory: bool = False
+    ) -> Buffer:
+        """``graph_memory`` allows it on a stream that is being captured: see ``InGraph`` for what that means."""
+        # The common case, short because it is meant to cost next to nothing beside the driver's own work.
+        if type(shape) is int and shape > 0 and dtype == "uint8" and not graph_memory and current() is None:
+            account = self._accounts.get((_GPU, line, tag))
+            if account is not None and self._pool.handle is not None and not self._orphans:
+                return Buffer(self._pooled, account, shape, dtype, None)
+        return self.allocate(MemoryKind.GPU, shape, dtype, line=line, tag=tag, graph_memory=graph_memory)
 
-    def cpu(self, size_bytes: int, *, line: LineKind, tag: str = "") -> Buffer:
-        return self.allocate(MemoryKind.CPU, size_bytes, line=line, tag=tag)
+    def gpu_sync(self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "") -> Buffer:
+        return self.allocate(MemoryKind.GPU_SYNC, shape, dtype, line=line, tag=tag)
 
-    def allocate(self, kind: MemoryKind, size_bytes: int, *, line: LineKind, tag: str = "") -> Buffer:
-        """A new buffer; its contents are undefined. All or nothing, in memory and in the ledger.
+    def cpu(self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "") -> Buffer:
+        return self.allocate(MemoryKind.CPU, shape, dtype, line=line, tag=tag)
 
-        Raises ``BufferOOM`` with size, used, capacity and owner; ``LedgerError`` after a strict seal.
+    def pinned(self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "") -> Buffer:
+        return self.allocate(MemoryKind.PINNED, shape, dtype, line=line, tag=tag)
+
+    def pinned_pool(self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "") -> Buffer:
+        return self.allocate(MemoryKind.PINNED_POOL, shape, dtype, line=line, tag=tag)
+
+    def managed(self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "") -> Buffer:
+        return self.allocate(MemoryKind.MANAGED, shape, dtype, line=line, tag=tag)
+
+    def ipc_nvls(
+        self,
+        group: Group,
+        size_bytes: int,
+        *,
+        line: LineKind,
+        tag: str = "",
+        allow_multicast: bool = False,
+        shared_gpu: bool = True,
+    ) -> NvlsBuffer:
+        """``size_bytes`` on every device of ``group``, called on all of its ranks at once.
+
+        A multicast object is made only with ``allow_multicast=True`` and ``shared_gpu=False``: see
+        ``tonnage.buffers.nvls``, which also says what it raises.
         """
-        if kind not in self._take:
-            raise DriverUnsupported("allocate", "NOT_SUPPORTED", f"no buffers of kind {kind} yet")
-        if size_bytes < 0:
-            raise ValueError(f"a buffer of {size_bytes:,} bytes")
-        account = self._ledger.open(owner=self.owner, line=line, memory=kind, tag=tag)
-        address, free = self._take[kind](size_bytes) if size_bytes else (0, _nothing)
+        from tonnage.buffers.nvls import ipc_nvls
+
+        return ipc_nvls(
+            group,
+            self.stream,
+            size_bytes,
+            ledger=self._ledger,
+            owner=self.owner,
+            line=line,
+            tag=tag,
+            allow_multicast=allow_multicast,
+            shared_gpu=shared_gpu,
+        )
+
+    def empty(self, kind: MemoryKind, dtype: str = "uint8", *, line: LineKind, tag: str = "") -> Buffer:
+        """A buffer without memory, to be resized."""
+        return self.allocate(kind, 0, dtype, line=line, tag=tag)
+
+    def allocate(
+        self,
+        kind: MemoryKind,
+        shape: Shape,
+        dtype: str = "uint8",
+        *,
+        line: LineKind,
+        tag: str = "",
+        graph_memory: bool = False,
+    ) -> Buffer:
+        """A new buffer of any kind but ``ipc_nvls``, which needs a group (``DriverUnsupported``)."""
+        if self._closed:
+            raise ValueError(f"{self!r} is closed")
+        if self._orphans:
+            sweep(self._pooled)
+        size_bytes, sizes = num_bytes_of(shape, dtype)
+        account = self._accounts.get((kind, line, tag))
+        if account is None:
+            account = self._ledger.open(owner=self.owner, line=line, memory=kind, tag=tag)
+            self._accounts[kind, line, tag] = account
+        return Buffer(self._choose(kind, graph_memory=graph_memory), account, size_bytes, dtype, sizes)
+
+    def copy_from(self, src: Buffer, kind: MemoryKind, *, line: LineKind, tag: str = "") -> Buffer:
+        """A new buffer of ``kind`` with the shape, dtype and contents of ``src``, in stream order."""
+        made = self.allocate(kind, src.shape, src.dtype, line=line, tag=tag)
         try:
-            if size_bytes:
-                account.add(size_bytes, size_bytes)
+            self.copy(src=src, dst=made)
         except BaseException:
-            free()
+            made.close()
             raise
-        return Buffer(self.stream, kind=kind, size_bytes=size_bytes, address=address, account=account, free=free)
+        return made
 
-    def copy(self, dst: Buffer, src: Buffer) -> None:
-        """All of ``src`` to the start of ``dst``, in stream order. Raises ``ValueError`` where it does not fit."""
-        if src.size_bytes > dst.size_bytes:
-            raise ValueError(f"{src!r} does not fit into {dst!r}")
-        if src.size_bytes:
-            self.stream.driver.copy(dst.address, src.address, src.size_bytes, stream=self.stream.handle)
+    def stats(self, *, sync: bool = False) -> BufferStats:
+        """Never waits; with ``sync`` after all work on the stream, so that frees on it are seen."""
+        if sync:
+            self.stream.sync()
+        sweep(self._pooled)
+        pool = self._pool.stats()
+        live: dict[MemoryKind, int] = {}
+        for account in list(self._accounts.values()):
+            live[account.memory] = live.get(account.memory, 0) + account.requested_bytes
+        return BufferStats(
+            reserved_bytes=pool.reserved_bytes,
+            used_bytes=pool.used_bytes,
+            free_bytes=max(0, pool.reserved_bytes - pool.used_bytes),
+            reserved_high_bytes=pool.reserved_high_bytes,
+            used_high_bytes=pool.used_high_bytes,
+            live_bytes=live,
+            pinned=self.stream.device.pinned.stats() if self._has_pinned() else None,
+        )
 
-    def set_zero(self, buffer: Buffer) -> None:
-        """Every byte 0, in stream order."""
-        if buffer.size_bytes:
-            self.stream.driver.fill(buffer.address, 0, buffer.size_bytes, stream=self.stream.handle)
+    def trim_to(self, num_bytes: int, *, sync: bool = False) -> int:
+        """Give cached memory back as long as ``num_bytes`` stay in each cache; returns the bytes given back.
 
-    def _take_device(self, size_bytes: int) -> tuple[int, Free]:
-        driver = self.stream.driver
-        try:
-            address = driver.mem_alloc(size_bytes)
-        except DriverOOM as error:
-            raise out_of_memory(error, self.stream, size_bytes=size_bytes, owner=self.owner) from error
-        return address, lambda: driver.mem_free(address)
+        The caches are the device's private pool and wholly free chunks of its pinned pool, both shared by all
+        managers. A free that a stream has not reached yet still counts as used: ``sync`` waits for all registered
+        streams first.
+        """
+        device = self.stream.device
+        if sync:
+            for handle in device.fences.streams:
+                device.driver.stream_sync(handle)
+        sweep(self._pooled)
+        device.fences.reap()
+        return self._pool.trim(num_bytes) + (device.pinned.trim(num_bytes) if self._has_pinned() else 0)
 
-    def _take_host(self, size_bytes: int) -> tuple[int, Free]:
-        try:
-            # Straight from the system, so that closing gives it straight back.
-            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            free, total = self.stream.driver.mem_info()
-            raise BufferOOM(
-                size_bytes=size_bytes,
-                used_bytes=total - free,
-                capacity_bytes=total,
-                owner=self.owner,
-                detail=f"host memory: {error.strerror}; the figures are the device's",
-            ) from error
-        return addressof(c_char.from_buffer(memory)), memory.close
+    def close(self) -> None:
+        """No more buffers; those that live go on and are closed by whoever has them. Closing again does nothing.
 
+        With ``trim_on_close`` the caches are emptied, those that other managers filled too.
+        """
+        if self._closed:
+            return
+        sweep(self._pooled)
+        if self.trim_on_close:
+            self.stream.sync()
+            self.trim_to(0)
+        self._closed = True
+        self._accounts.clear()
 
-def _nothing() -> None:
-    """An empty buffer has nothing to free."""
+    def _choose(self, kind: MemoryKind, *, graph_memory: bool) -> Source:
+        """On every allocation anew: the scope, then the pool, then plain memory."""
+        if graph_memory and kind is MemoryKind.GPU and self.stream.driver.stream_capturing(self.stream.handle):
+            return self._in_graph()
+        config = current() if kind in (MemoryKind.GPU, MemoryKind.GPU_SYNC) else None
+        if config is not None and self._has_virtual(config.tag):
+            return Virtual(kind, self.stream, self._ledger, self._orphans, config=config)
+        if kind is MemoryKind.GPU:
+            return self._unpooled if self._pool.ensure() is None else self._pooled
+        if kind not in self._plain:
+            raise DriverUnsupported("allocate", "NOT_SUPPORTED", f"{kind} buffers are not made by allocate")
+        return self._plain[kind]
+
+    def _has_virtual(self, tag: str) -> bool:
+        """Without virtual memory a scope's memory is got as outside, and never sleeps: said once."""
+        capabilities = self.stream.driver.capabilities()
+        if not capabilities.vmm and not self._told:
+            self._told = True
+            why = capabilities.reasons.get("vmm", "the device has none")
+            _log.warning("no virtual memory, so what is allocated in scope %r stays when it is released: %s", tag, why)
+        return capabilities.vmm
+
+    def _in_graph(self) -> Source:
+        if self._pool.handle is None:
+            raise CaptureError(
+                f"{self.stream!r} is being captured and {self._pool!r} cannot be made now: allocate a buffer before"
+            )
+        return self._source(InGraph, MemoryKind.GPU)
+
+    def _source(self, make: type[Source], kind: MemoryKind) -> Source:
+        return make(kind, self.stream, self._ledger, self._orphans)
+
+    def _has_pinned(self) -> bool:
+        return "pinned" in vars(self.stream.device)

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
+from itertools import count
 from typing import Any, Protocol
 
 from tonnage.buffers.stream import Stream
 from tonnage.errors import BufferInUse, BufferOOM, DriverOOM
 
+_numbers = count(1)
+
 
 class Exports:
-    """The views handed out over one range of addresses, known by a weak reference.
+    """The views handed out over one range of addresses: what they are called, until their last holder lets go.
 
-    Views hang on a ctypes array without memory of its own; when the last view goes, so does the array.
+    ``on_host`` says that the addresses are the host's whatever the device is. Without locks, because the end of a
+    view may be told on any thread, in the middle of anything.
     """
 
-    def __init__(self) -> None:
-        self._owner: weakref.ref[ctypes.Array[ctypes.c_char]] | None = None
+    def __init__(self, *, on_host: bool = False) -> None:
+        self.on_host = on_host
+        self._alive: dict[int, str] = {}
         self._view: weakref.ref[Any] | None = None
-        self._name = ""
+        self._extent = (0, 0)
 
     @property
     def is_alive(self) -> bool:
-        return self._owner is not None and self._owner() is not None
+        return bool(self._alive)
 
     @property
-    def view(self) -> Any:
-        """The view remembered by ``remember``, or None where it is gone."""
-        return None if self._view is None else self._view()
+    def names(self) -> tuple[str, ...]:
+        """What is alive, oldest first."""
+        return tuple(self._alive.values())
 
-    def remember(self, view: object, *, name: str) -> None:
-        self._view, self._name = weakref.ref(view), name
+    def add(self, name: str) -> int:
+        """One more view; returns the number by which ``drop`` knows it."""
+        self._alive[number := next(_numbers)] = name
+        return number
 
-    def owner(self, addr: int, size: int) -> ctypes.Array[ctypes.c_char]:
-        """The array over ``[addr, addr + size)`` that views are made from: the living one, or a new one."""
-        found = None if self._owner is None else self._owner()
-        if found is None:
-            found = (ctypes.c_char * size).from_address(addr)
-            self._owner = weakref.ref(found)
-        return found
+    def drop(self, number: int) -> None:
+        self._alive.pop(number, None)
+
+    def view(self, address: int, size_bytes: int) -> Any:
+        """The view remembered over exactly this range, or None where it is gone."""
+        return None if self._view is None or self._extent != (address, size_bytes) else self._view()
+
+    def remember(self, view: object, address: int, size_bytes: int) -> None:
+        self._view, self._extent = weakref.ref(view), (address, size_bytes)
 
     def require_none(self, what: object) -> None:
         """Raise ``BufferInUse`` while a view is alive: closing would leave it pointing at nothing."""
-        if self.is_alive:
-            raise BufferInUse(f"{what!r} cannot be closed: {self._name} over it is still alive")
+        if self._alive:
+            raise BufferInUse(f"{what!r} cannot be closed: {' and '.join(self.names)} over it is still alive")
 
 
 class Memory(Protocol):
@@ -68,5 +76,10 @@ def out_of_memory(error: DriverOOM, stream: Stream, *, size_bytes: int, owner: s
     """The driver's refusal with who asked, for how much, and how full the device is."""
     free, total = stream.driver.mem_info()
     return BufferOOM(
-        size_bytes=size_bytes, used_bytes=total - free, capacity_bytes=total, owner=owner, detail=str(error)
+        size_bytes=size_bytes,
+        used_bytes=total - free,
+        capacity_bytes=total,
+        owner=owner,
+        detail=str(error),
+        stream=stream.handle,
     )

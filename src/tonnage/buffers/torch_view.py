@@ -1,10 +1,11 @@
-"""Torch tensors over our own memory, without a copy. The only file of this room that needs torch."""
+"""Torch tensors over our own memory, host's or card's, without a copy. The only file of this room that needs torch."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+from tonnage.buffers import dlpack
 from tonnage.buffers.memory import Memory
 from tonnage.layout import DTYPE_BYTES
 
@@ -16,16 +17,16 @@ def as_tensor(memory: Memory) -> torch.Tensor:
     """A uint8 tensor over all of a buffer, or over all addresses an arena reserved: the same one while it lives.
 
     Its ``data_ptr`` never changes, so it is made once and stays valid while the arena grows and shrinks; only the
-    first ``usable_bytes`` may be touched, more ends the process. Closing the memory is refused until the tensor and
-    all its views are gone. Its storage cannot be resized and reports the reservation, not the memory behind it.
+    first ``usable_bytes`` may be touched: more ends the process, or the context of the card. Closing the memory is
+    refused until the tensor and all its views are gone. Its storage reports the reservation, not the memory behind
+    it, and torch's own statistics do not see it. The caller orders torch's stream behind the memory's.
     """
     import torch
 
-    found: torch.Tensor | None = memory.exports.view
+    found: torch.Tensor | None = memory.exports.view(memory.address, memory.size_bytes)
     if found is None:
-        owner = memory.exports.owner(memory.address, memory.size_bytes)
-        found = torch.frombuffer(owner, dtype=torch.uint8)
-        memory.exports.remember(found, name=f"a tensor of {memory.size_bytes:,} bytes")
+        found = torch.utils.dlpack.from_dlpack(dlpack.capsule(memory, shape=(memory.size_bytes,)))
+        memory.exports.remember(found, memory.address, memory.size_bytes)
     return found
 
 

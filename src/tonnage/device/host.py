@@ -1,26 +1,43 @@
 """The host as a device: real bytes at stable addresses, with a capacity that is enforced.
 
 Small and eager: copies are done when the call returns, and a copy that would touch memory which is not mapped
-raises ``DriverError`` instead of ending the process.
+raises ``DriverError`` instead of ending the process. What a device may lack can be switched off, and other processes
+and other devices can be played.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from tonnage.device import _libc
 from tonnage.device.driver import Capabilities, PoolStats
+from tonnage.device.fabric import HostFabric
 from tonnage.device.hostpages import HostPages, translated
 from tonnage.device.hostpool import HostPool
 from tonnage.device.process import process_memory
 from tonnage.device.ranges import RangeBook
 from tonnage.device.streams import EagerStreams
-from tonnage.errors import DriverError, DriverUnsupported
+from tonnage.errors import DriverError, DriverOOM, DriverUnsupported
 from tonnage.units import MiB, format_bytes
 
 #: The allocation granularity of CUDA devices, so that rounding to pages is the same code with the same numbers.
 DEFAULT_PAGE_BYTES = 2 * MiB
+
+#: By the name of a capability, the calls that a device without it refuses.
+CALLS_BEHIND = {
+    "pools": ("pool_create", "pool_destroy", "pool_alloc", "pool_free", "pool_trim", "pool_stats", "pool_reset_high"),
+    "vmm": ("va_reserve", "va_free", "phys_create", "phys_release", "map", "unmap", "set_access"),
+    "managed": ("managed_alloc",),
+    "exportable": ("phys_export", "phys_import"),
+    "multicast": ("multicast_create", "multicast_add_device", "multicast_bind", "multicast_unbind"),
+    "concurrent_managed": (),
+    "host_register": (),
+}
+#: What falls with a capability.
+_NEEDED_BY = {"vmm": ("exportable", "multicast"), "exportable": ("multicast",), "managed": ("concurrent_managed",)}
 
 
 class HostDriver(HostPages, EagerStreams):
@@ -28,8 +45,10 @@ class HostDriver(HostPages, EagerStreams):
 
     ``page_bytes`` is the granularity of virtual memory, a multiple of the system's page. ``max_mappings`` bounds the
     ranges mapped at once; by default they take at most half of what the kernel allows a process, because at its
-    limit even unmapping fails. ``foreign_bytes`` may be set to play another process on the device. Addresses die
-    with ``close``: whoever made tensors over them has dropped them before.
+    limit even unmapping fails. ``foreign_bytes`` may be set to play another process on the device, and ``foreign``
+    is its script. ``host_capacity_bytes`` bounds pinned host memory. Capabilities named in ``without`` are absent:
+    their calls raise ``DriverUnsupported``. Devices of one ``fabric`` import each other's memory and have multicast.
+    Addresses die with ``close``: whoever made tensors over them has dropped them before.
     """
 
     def __init__(
@@ -39,16 +58,33 @@ class HostDriver(HostPages, EagerStreams):
         page_bytes: int = DEFAULT_PAGE_BYTES,
         ordinal: int = 0,
         max_mappings: int | None = None,
+        host_capacity_bytes: int | None = None,
+        without: frozenset[str] = frozenset(),
+        fabric: HostFabric | None = None,
     ) -> None:
+        if unknown := without - CALLS_BEHIND.keys():
+            raise DriverError("open", "INVALID_VALUE", f"no capabilities {sorted(unknown)}: {sorted(CALLS_BEHIND)}")
         HostPages.__init__(
-            self, capacity_bytes, page_bytes=page_bytes, max_mappings=max_mappings, name=f"tonnage-host-{ordinal}"
+            self,
+            capacity_bytes,
+            page_bytes=page_bytes,
+            max_mappings=max_mappings,
+            ordinal=ordinal,
+            fabric=fabric or HostFabric(),
         )
         EagerStreams.__init__(self)
-        self.ordinal = ordinal
+        self.host_capacity_bytes, self._host_used_bytes = host_capacity_bytes, 0
         self._baseline_bytes = 0
         self._host: RangeBook[None] = RangeBook()
         self._pools: dict[int, HostPool] = {}
         self._plain = self._make_pool(keep_bytes=0)
+        self._reasons = _reasons(without, alone=fabric is None)
+        self._exportable = "exportable" not in self._reasons
+        present = {name: name not in self._reasons for name in CALLS_BEHIND}
+        self._capabilities = Capabilities(page_bytes=page_bytes, reasons=self._reasons, **present)
+        for name, reason in self._reasons.items():
+            for call in CALLS_BEHIND[name]:
+                setattr(self, call, partial(_refuse, call, reason))
 
     def __repr__(self) -> str:
         return f"<HostDriver {self.uuid} {format_bytes(self.capacity_bytes)}, {self.used_bytes:,} bytes used>"
@@ -66,9 +102,10 @@ class HostDriver(HostPages, EagerStreams):
         return f"host memory of {format_bytes(self.capacity_bytes)}"
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            pools=True, vmm=True, managed=False, multicast=False, host_register=False, page_bytes=self._page_bytes
-        )
+        return self._capabilities
+
+    def probe_again(self) -> None:
+        """A simulated device is what it was made to be."""
 
     def activate(self) -> None:
         with self._entered("activate"):
@@ -149,6 +186,10 @@ class HostDriver(HostPages, EagerStreams):
         with self._entered("pool_trim"):
             self._require_pool("pool_trim", pool).trim(keep)
 
+    def pool_reset_high(self, pool: int) -> None:
+        with self._entered("pool_reset_high"):
+            self._require_pool("pool_reset_high", pool).reset_high()
+
     def pool_stats(self, pool: int) -> PoolStats:
         with self._entered("pool_stats"):
             return self._require_pool("pool_stats", pool).stats()
@@ -167,10 +208,15 @@ class HostDriver(HostPages, EagerStreams):
         """Host memory beside the device: it takes none of its capacity."""
         with self._entered("host_alloc"):
             _require_size("host_alloc", size)
+            limit = self.host_capacity_bytes
+            if limit is not None and self._host_used_bytes + size > limit:
+                taken = f"{self._host_used_bytes:,} of {limit:,} bytes of host memory in use"
+                raise DriverOOM("host_alloc", "OUT_OF_MEMORY", f"asked for {size:,} bytes; {taken}")
             with translated("host_alloc"):
                 flags = _libc.MAP_PRIVATE | _libc.MAP_ANONYMOUS
                 addr = _libc.mmap(0, size, prot=_libc.PROT_READ_WRITE, flags=flags)
             self._host.add(addr, size, None)
+            self._host_used_bytes += size
             return addr
 
     def host_free(self, addr: int) -> None:
@@ -181,9 +227,12 @@ class HostDriver(HostPages, EagerStreams):
             with translated("host_free"):
                 _libc.munmap(addr, found.size)
             self._host.remove(addr)
+            self._host_used_bytes -= found.size
 
-    def managed_alloc(self, size: int) -> int:  # noqa: ARG002
-        raise DriverUnsupported("managed_alloc", "NOT_SUPPORTED", "host memory does not migrate")
+    def managed_alloc(self, size: int) -> int:
+        """Memory that the host may touch too, as all of this device; ``mem_free`` frees it."""
+        with self._entered("managed_alloc"):
+            return self._alloc("managed_alloc", self._plain, size)
 
     # data
 
@@ -191,14 +240,20 @@ class HostDriver(HostPages, EagerStreams):
         with self._entered("copy"):
             self._require_stream("copy", stream)
             self._require_touchable("copy", src, size, access="r")
-            self._require_touchable("copy", dst, size, access="w")
-            ctypes.memmove(dst, src, size)
+            if many := self._multicast_at(dst, size):
+                many[0].write(ctypes.string_at(src, size), many[1])
+            else:
+                self._require_touchable("copy", dst, size, access="w")
+                ctypes.memmove(dst, src, size)
 
     def fill(self, dst: int, byte: int, size: int, *, stream: int) -> None:
         with self._entered("fill"):
             self._require_stream("fill", stream)
-            self._require_touchable("fill", dst, size, access="w")
-            ctypes.memset(dst, byte, size)
+            if many := self._multicast_at(dst, size):
+                many[0].write(bytes([byte]) * size, many[1])
+            else:
+                self._require_touchable("fill", dst, size, access="w")
+                ctypes.memset(dst, byte, size)
 
     def _alloc(self, call: str, pool: HostPool, size: int) -> int:
         _require_size(call, size)
@@ -210,25 +265,25 @@ class HostDriver(HostPages, EagerStreams):
         )
 
     def _new_segment(self, size: int) -> int:
-        """Mapped memory of whole pages, all or nothing."""
-        handle = self.phys_create(size)
+        """Mapped memory of whole pages, all or nothing. A device without virtual memory has it inside all the same."""
+        handle = HostPages.phys_create(self, size)
         addr = 0
         try:
-            addr = self.va_reserve(size, align=self._page_bytes)
-            self.map(addr, size, handle)
-            self.set_access(addr, size)
+            addr = HostPages.va_reserve(self, size, align=self._page_bytes)
+            HostPages.map(self, addr, size, handle)
+            HostPages.set_access(self, addr, size)
         except DriverError:
             if addr:
                 self._drop_segment(addr, size)
-            self.phys_release(handle)
+            HostPages.phys_release(self, handle)
             raise
-        self.phys_release(handle)  # the mapping keeps it alive
+        HostPages.phys_release(self, handle)  # the mapping keeps it alive
         return addr
 
     def _drop_segment(self, addr: int, size: int) -> None:
         if self._mapped.get(addr):
-            self.unmap(addr, size)
-        self.va_free(addr, size)
+            HostPages.unmap(self, addr, size)
+        HostPages.va_free(self, addr, size)
 
     def _require_pool(self, call: str, pool: int) -> HostPool:
         found = self._pools.get(pool)
@@ -247,6 +302,24 @@ class HostDriver(HostPages, EagerStreams):
             ours = self._host.covering(addr, size) is not None or _process_allows(addr, size, access=access)
         if not ours:
             raise DriverError(call, "ILLEGAL_ADDRESS", f"{size:,} bytes at {addr:#x} are not all mapped with access")
+
+
+def _reasons(without: frozenset[str], *, alone: bool) -> dict[str, str]:
+    """Why each absent capability is absent."""
+    reasons = dict.fromkeys(without, "NOT_SUPPORTED: switched off on this simulated device")
+    reasons.setdefault("host_register", "NOT_SUPPORTED: a simulated device reaches all host memory as it is")
+    if alone:
+        reasons.setdefault("multicast", "NOT_SUPPORTED: this simulated device has no fabric that links it to others")
+    for name, fallen in _NEEDED_BY.items():
+        if name in reasons:
+            for other in fallen:
+                reasons.setdefault(other, f"NOT_SUPPORTED: needs {name!r}, which is absent")
+    return reasons
+
+
+def _refuse(call: str, reason: str, *_: object, **__: object) -> NoReturn:
+    code, detail = reason.split(": ", 1)
+    raise DriverUnsupported(call, code, detail)
 
 
 def _require_size(call: str, size: int) -> None:

@@ -3,7 +3,8 @@
 One memfd is the whole device. A handle of physical memory is an offset in it, never used twice; mapping is
 ``mmap(MAP_SHARED | MAP_FIXED)`` into a reservation; giving memory back punches a hole. One file costs one descriptor,
 and neighbours in it merge, so the system's limit on mappings is far away. Creation takes the pages there and then,
-as on a GPU, and ``set_access`` faults them in, so the process's own figures agree with our books.
+as on a GPU, and ``set_access`` faults them in, so the process's own figures agree with our books. Exportable memory
+has a file of its own, which is what its descriptor names.
 
 A handle may be mapped twice (both see the same bytes) and lives until it is released and unmapped, as on CUDA.
 """
@@ -13,13 +14,14 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tonnage.device import _libc
+from tonnage.device.fabric import HostFabric, Multicast, Physical
+from tonnage.device.hostforeign import ForeignScript
 from tonnage.device.ranges import Range, RangeBook
 from tonnage.errors import DriverError, DriverOOM, DriverUnsupported
 from tonnage.units import round_up
@@ -29,9 +31,9 @@ _MAX_MAP_COUNT = 65_530  # the kernel's default, where it cannot be read
 
 @dataclass(slots=True)
 class _Handle:
-    """Physical memory: ``size`` bytes at an offset of the memfd, freed when released and mapped nowhere."""
+    """One device's hold on memory, its own or another's; let go when released and mapped nowhere."""
 
-    size: int
+    memory: Physical | Multicast
     num_maps: int = 0
     released: bool = False
 
@@ -39,13 +41,16 @@ class _Handle:
 @dataclass(slots=True)
 class _Mapping:
     handle: int
+    memory: Physical | Multicast
     accessible: bool = False
 
 
 class HostPages:
     """Virtual memory calls of ``Driver`` over one memfd of ``capacity_bytes``; see ``HostDriver`` for the arguments."""
 
-    def __init__(self, capacity_bytes: int, *, page_bytes: int, max_mappings: int | None, name: str) -> None:
+    def __init__(
+        self, capacity_bytes: int, *, page_bytes: int, max_mappings: int | None, ordinal: int, fabric: HostFabric
+    ) -> None:
         system_page = os.sysconf("SC_PAGE_SIZE")
         if capacity_bytes <= 0:
             raise DriverError("open", "INVALID_VALUE", f"a capacity of {capacity_bytes:,} bytes")
@@ -57,14 +62,17 @@ class HostPages:
             raise DriverUnsupported("open", "NOT_SUPPORTED", f"the host device needs Linux, not {sys.platform}")
         self.capacity_bytes, self.foreign_bytes, self._page_bytes = capacity_bytes, 0, page_bytes
         self._max_mappings = _default_max_mappings() if max_mappings is None else max_mappings
-        self._lock = threading.RLock()
+        self.ordinal, self.foreign = ordinal, ForeignScript(self)
+        self._fabric, self._lock = fabric, fabric.lock
+        self._exportable = True
         self._closed = False
+        self._depth = 0  # calls inside calls are not scripted
         self._handles: dict[int, _Handle] = {}
         self._reserved: RangeBook[None] = RangeBook()
         self._mapped: RangeBook[_Mapping] = RangeBook()
-        self._used_bytes = 0
+        self._used_bytes = self._num_multicasts = 0
         self._next_handle = page_bytes  # not 0, which would read as "no handle"
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(f"tonnage-host-{ordinal}", os.MFD_CLOEXEC)
 
     @property
     def used_bytes(self) -> int:
@@ -95,14 +103,14 @@ class HostPages:
     def phys_create(self, size: int, *, exportable: bool = False) -> int:
         with self._entered("phys_create"):
             self._require_pages("phys_create", size)
-            if exportable:
-                raise DriverUnsupported("phys_create", "NOT_SUPPORTED", "host memory cannot be exported")
+            if exportable and not self._exportable:
+                raise DriverUnsupported("phys_create", "NOT_SUPPORTED", "memory of this device cannot be exported")
             self._require_capacity("phys_create", size)
             handle = self._next_handle
             with translated("phys_create"):
-                os.posix_fallocate(self._fd, handle, size)
+                memory = self._new_file(size) if exportable else self._new_pages(handle, size)
             self._next_handle += size
-            self._handles[handle] = _Handle(size)
+            self._handles[handle] = _Handle(memory)
             self._used_bytes += size
             return handle
 
@@ -111,26 +119,43 @@ class HostPages:
             found = self._require_handle("phys_release", handle)
             found.released = True
             try:
-                self._free_if_unused("phys_release", handle)
+                self._let_go_if_unused("phys_release", handle)
             except DriverError:
                 found.released = False
                 raise
 
+    def phys_export(self, handle: int) -> int:
+        with self._entered("phys_export"):
+            memory = self._require_handle("phys_export", handle).memory
+            if not memory.exportable:
+                raise DriverError("phys_export", "INVALID_VALUE", f"handle {handle:#x} was not created exportable")
+            with translated("phys_export"):
+                return self._fabric.export(memory)
+
+    def phys_import(self, fd: int, size: int) -> int:
+        """A hold on memory of a device of the same fabric; it counts as used there, not here."""
+        with self._entered("phys_import"):
+            memory = self._fabric.find(fd, size)
+            memory.num_holders += 1
+            return self._hold(memory)
+
     def map(self, addr: int, size: int, handle: int) -> None:
         with self._entered("map"):
             found = self._require_handle("map", handle)
-            if size != found.size:
-                raise DriverError("map", "INVALID_VALUE", f"handle {handle:#x} has {found.size:,} bytes, not {size:,}")
+            memory = found.memory
+            if size != memory.size:
+                raise DriverError("map", "INVALID_VALUE", f"handle {handle:#x} has {memory.size:,} bytes, not {size:,}")
             if addr % self._page_bytes or self._reserved.covering(addr, size) is None:
                 raise DriverError("map", "INVALID_VALUE", f"{size:,} bytes at {addr:#x} are not reserved")
             if self._mapped.overlapping(addr, size):
                 raise DriverError("map", "INVALID_VALUE", f"{size:,} bytes at {addr:#x} are mapped already")
             if len(self._mapped) >= self._max_mappings:
                 raise DriverOOM("map", "OUT_OF_MEMORY", f"{self._max_mappings:,} ranges are mapped, the most allowed")
-            flags = _libc.MAP_SHARED | _libc.MAP_FIXED
-            with translated("map"):
-                _libc.mmap(addr, size, prot=_libc.PROT_NONE, flags=flags, fd=self._fd, offset=handle)
-            self._mapped.add(addr, size, _Mapping(handle))
+            if isinstance(memory, Physical):
+                flags = _libc.MAP_SHARED | _libc.MAP_FIXED
+                with translated("map"):
+                    _libc.mmap(addr, size, prot=_libc.PROT_NONE, flags=flags, fd=memory.fd, offset=memory.offset)
+            self._mapped.add(addr, size, _Mapping(handle, memory))
             found.num_maps += 1
 
     def unmap(self, addr: int, size: int) -> None:
@@ -142,17 +167,18 @@ class HostPages:
             for one in found:
                 self._mapped.remove(one.start)
                 self._handles[one.value.handle].num_maps -= 1
-                self._free_if_unused("unmap", one.value.handle)
+                self._let_go_if_unused("unmap", one.value.handle)
 
     def set_access(self, addr: int, size: int, *, peers: tuple[int, ...] = ()) -> None:
         with self._entered("set_access"):
             if peers:
                 raise DriverUnsupported("set_access", "NOT_SUPPORTED", "the host has no peers")
             found = self._whole_mappings("set_access", addr, size)
-            with translated("set_access"):
-                _libc.mprotect(addr, size, _libc.PROT_READ_WRITE)
-                _libc.populate(addr, size)
             for one in found:
+                if isinstance(one.value.memory, Physical):
+                    with translated("set_access"):
+                        _libc.mprotect(one.start, one.size, _libc.PROT_READ_WRITE)
+                        _libc.populate(one.start, one.size)
                 one.value.accessible = True
 
     def is_accessible(self, addr: int, size: int) -> bool | None:
@@ -160,7 +186,43 @@ class HostPages:
         if not self._reserved.overlapping(addr, size):
             return None
         found = self._mapped.covering(addr, size)
-        return found is not None and all(one.value.accessible for one in found)
+        return found is not None and all(
+            one.value.accessible and isinstance(one.value.memory, Physical) for one in found
+        )
+
+    def multicast_create(self, size: int, *, num_devices: int) -> int:
+        with self._entered("multicast_create"):
+            self._require_pages("multicast_create", size)
+            if num_devices < 2:
+                raise DriverError("multicast_create", "INVALID_VALUE", f"a multicast object over {num_devices} devices")
+            with translated("multicast_create"):
+                fd = os.memfd_create("tonnage-multicast", os.MFD_CLOEXEC)
+            return self._hold(Multicast(size, fd, num_devices))
+
+    def multicast_add_device(self, multicast: int) -> None:
+        with self._entered("multicast_add_device"):
+            self._require_multicast("multicast_add_device", multicast).add(self.ordinal)
+
+    def multicast_bind(self, multicast: int, handle: int, size: int) -> None:
+        with self._entered("multicast_bind"):
+            found = self._require_multicast("multicast_bind", multicast)
+            memory = self._require_handle("multicast_bind", handle).memory
+            if not isinstance(memory, Physical):
+                raise DriverError("multicast_bind", "INVALID_HANDLE", f"handle {handle:#x} is no memory")
+            found.bind(self.ordinal, memory, size)
+
+    def multicast_unbind(self, multicast: int, size: int) -> None:
+        with self._entered("multicast_unbind"):
+            self._require_multicast("multicast_unbind", multicast).unbind(self.ordinal, size)
+
+    def _multicast_at(self, addr: int, size: int) -> tuple[Multicast, int] | None:
+        """The multicast object behind these bytes, with how far into it they start; None where there is none."""
+        if not self._num_multicasts:
+            return None
+        found = self._mapped.covering(addr, size)
+        if not found or not found[0].value.accessible or not isinstance(found[0].value.memory, Multicast):
+            return None
+        return (found[0].value.memory, addr - found[0].start) if len(found) == 1 else None
 
     @contextmanager
     def _entered(self, call: str) -> Iterator[None]:
@@ -168,30 +230,69 @@ class HostPages:
         with self._lock:
             if self._closed:
                 raise DriverError(call, "DEINITIALIZED", "the device is closed")
-            yield
+            if self.foreign.is_armed and not self._depth:
+                self.foreign.before(call)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
 
     def _close_pages(self) -> None:
         for one in self._reserved:
             _libc.munmap(one.start, one.size)
         self._reserved, self._mapped = RangeBook(), RangeBook()
+        for handle in self._handles.values():
+            handle.memory.drop()
         self._handles.clear()
         self._used_bytes = 0
         os.close(self._fd)
 
     def _leaked_pages(self) -> list[str]:
         handles = [
-            f"handle {handle:#x}: {one.size:,} bytes, mapped {one.num_maps} times{', released' * one.released}"
+            f"handle {handle:#x}: {one.memory.size:,} bytes, mapped {one.num_maps} times{', released' * one.released}"
             for handle, one in self._handles.items()
         ]
         return handles + [f"reservation {one.start:#x}: {one.size:,} bytes" for one in self._reserved]
 
-    def _free_if_unused(self, call: str, handle: int) -> None:
+    def _hold(self, memory: Physical | Multicast) -> int:
+        """A handle for memory that lies in no place of our file."""
+        handle = self._next_handle
+        self._next_handle += self._page_bytes
+        self._handles[handle] = _Handle(memory)
+        self._num_multicasts += isinstance(memory, Multicast)
+        return handle
+
+    def _new_pages(self, offset: int, size: int) -> Physical:
+        os.posix_fallocate(self._fd, offset, size)
+        return Physical(size, self._fd, offset, self._free_pages)
+
+    def _new_file(self, size: int) -> Physical:
+        fd = os.memfd_create(f"tonnage-host-{self.ordinal}-shared", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError:
+            os.close(fd)
+            raise
+        return Physical(size, fd, 0, self._free_file, exportable=True)
+
+    def _free_pages(self, memory: Physical) -> None:
+        if not self._closed:
+            _libc.punch_hole(memory.fd, memory.offset, memory.size)
+            self._used_bytes -= memory.size
+
+    def _free_file(self, memory: Physical) -> None:
+        os.close(memory.fd)
+        if not self._closed:
+            self._used_bytes -= memory.size
+
+    def _let_go_if_unused(self, call: str, handle: int) -> None:
         found = self._handles[handle]
         if found.released and not found.num_maps:
             with translated(call):
-                _libc.punch_hole(self._fd, handle, found.size)
+                found.memory.drop()
             del self._handles[handle]
-            self._used_bytes -= found.size
+            self._num_multicasts -= isinstance(found.memory, Multicast)
 
     def _whole_mappings(self, call: str, addr: int, size: int) -> list[Range[_Mapping]]:
         found = self._mapped.covering(addr, size)
@@ -203,6 +304,12 @@ class HostPages:
         found = self._handles.get(handle)
         if found is None or found.released:
             raise DriverError(call, "INVALID_HANDLE", f"no handle {handle:#x}")
+        return found
+
+    def _require_multicast(self, call: str, handle: int) -> Multicast:
+        found = self._require_handle(call, handle).memory
+        if not isinstance(found, Multicast):
+            raise DriverError(call, "INVALID_HANDLE", f"handle {handle:#x} is no multicast object")
         return found
 
     def _require_pages(self, call: str, size: int) -> None:

@@ -98,6 +98,10 @@ class HostPool:
             reserved_high_bytes=self._reserved_high,
         )
 
+    def reset_high(self) -> None:
+        """The highest marks start again from what stands now."""
+        self._used_high, self._reserved_high = self._used, self._reserved
+
     def _new_segment(self, size: int) -> _Segment:
         start = self._grow(size)
         self._segments.append(_Segment(start, size, [(start, size)]))

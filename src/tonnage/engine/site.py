@@ -12,7 +12,15 @@ from tonnage.device.fence import is_fenced, lift_fence, raise_fence
 from tonnage.device.host import HostDriver
 from tonnage.device.machine import host_memory
 from tonnage.device.process import process_memory, settle_heap, trim_heap
-from tonnage.errors import BufferInUse, DoesNotFit, DriverError, DriverUnsupported, InvalidSetting, UserError
+from tonnage.errors import (
+    BufferInUse,
+    DoesNotFit,
+    DriverError,
+    DriverUnsupported,
+    InvalidSetting,
+    RangeReferenced,
+    UserError,
+)
 from tonnage.hardware import Card, host_card
 from tonnage.ledger import Account, Ledger
 from tonnage.terms import Chip, How, LineKind, MemoryKind, Quantity, Reading, Source
@@ -144,7 +152,7 @@ class Site:
         while self._closing:
             try:
                 self._closing.pop()()
-            except (BufferInUse, DriverError) as error:
+            except (BufferInUse, RangeReferenced, DriverError) as error:
                 kept.append(str(error))
         if not kept:
             self.driver.close()

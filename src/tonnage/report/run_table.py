@@ -124,6 +124,10 @@ def memory_text(result: RunResult) -> Text:
     snapshot = result.snapshot
     text = Text.assemble(("memory    ", "dim"), f"{format_bytes(snapshot.free)} free on the device, ")
     text.append(f"{format_bytes(snapshot.foreign)} held by others")
+    if snapshot.foreign_high is not None and snapshot.foreign_high > snapshot.foreign:
+        text.append(f" ({format_bytes(snapshot.foreign_high)} at most)")
+    if snapshot.host:
+        text.append(f"; {format_bytes(snapshot.host)} of host memory beside it")
     for event in snapshot.first_uses:
         text.append(f"\n! {event.owner} allocated for the first time after start-up: ", "yellow")
         text.append(f"{signed_bytes(event.delta)} in step {event.step} ({event.phase})", "yellow")

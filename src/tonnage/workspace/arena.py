@@ -87,7 +87,9 @@ class ScratchArena:
             raise DeclarationExceeded(
                 backend=self._names(), asked_bytes=self.size_bytes, declared_bytes=memory.usable_bytes
             )
-        if self._zeroed_bytes:
+        if self._zeroed_bytes and isinstance(memory, VaArena):
+            memory.keep_zero(0, self._zeroed_bytes)  # after a sleep too
+        elif self._zeroed_bytes:
             self._fill(0, 0, self._zeroed_bytes)
 
     def __repr__(self) -> str:

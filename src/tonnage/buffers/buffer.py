@@ -1,0 +1,209 @@
+"""One buffer: a range of one kind of memory, with a size that may change and a single owner."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tonnage.buffers import dlpack
+from tonnage.buffers.memory import Exports
+from tonnage.buffers.stream import Stream
+from tonnage.layout import DTYPE_BYTES
+from tonnage.ledger import Account
+from tonnage.terms import MemoryKind
+
+if TYPE_CHECKING:
+    from tonnage.buffers.kinds import Source
+
+_log = logging.getLogger(__name__)
+
+
+def num_bytes_of(shape: int | Sequence[int], dtype: str) -> tuple[int, tuple[int, ...] | None]:
+    """Bytes, and the shape where one was given. Raises ``ValueError`` for negative sizes and unknown types."""
+    element_bytes = DTYPE_BYTES.get(dtype)
+    if element_bytes is None:
+        raise ValueError(f"no dtype {dtype!r}: one of {', '.join(DTYPE_BYTES)}")
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a buffer of {shape} elements")
+    return math.prod(sizes) * element_bytes, None if isinstance(shape, int) else sizes
+
+
+class Buffer:
+    """``size_bytes`` at ``address``, out of ``capacity_bytes`` of memory. Made by a ``BufferManager``; close it once.
+
+    ``address`` is 0 while the size is 0, whatever the capacity. ``dtype`` is a name of ``DTYPE_BYTES``; ``shape`` and
+    ``num_elements`` count elements of it. Not thread-safe. A buffer that is dropped without ``close`` is closed by
+    its manager the next time it is called, with a warning in the log.
+
+    ``account``, ``base``, ``held``, ``physical_bytes`` and ``used_on`` are for the room's own use.
+    """
+
+    __slots__ = (
+        "_exports", "_shape", "_source", "account", "base", "capacity_bytes", "dtype", "held", "physical_bytes",
+        "size_bytes", "used_on",
+    )  # fmt: skip
+
+    physical_bytes: int
+    held: Any
+
+    def __init__(
+        self, source: Source, account: Account, size_bytes: int, dtype: str, shape: tuple[int, ...] | None
+    ) -> None:
+        self._source = source
+        self.account = account
+        self.dtype = dtype
+        self._shape = shape
+        self.base = 0
+        self.used_on: tuple[int, ...] = ()
+        self._exports: Exports | None = None
+        if size_bytes:
+            source.fill(self, size_bytes)
+        self.size_bytes = self.capacity_bytes = size_bytes
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.kind} {self.size_bytes:,} bytes ({self.path}) at {self.address:#x} on {self.stream!r}>"
+
+    @property
+    def address(self) -> int:
+        return self.base if self.size_bytes else 0
+
+    @property
+    def stream(self) -> Stream:
+        return self._source.stream
+
+    @property
+    def kind(self) -> MemoryKind:
+        return self._source.kind
+
+    @property
+    def path(self) -> str:
+        """How the memory is got: "virtual", "pool", "graph", "synchronous", "managed", "host" or "host pool"."""
+        return self._source.path
+
+    @property
+    def num_elements(self) -> int:
+        return self.size_bytes // DTYPE_BYTES[self.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_elements,) if self._shape is None else self._shape
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.size_bytes
+
+    @property
+    def exports(self) -> Exports:
+        if self._exports is None:
+            self._exports = Exports(on_host=self._source.on_host)
+        return self._exports
+
+    @property
+    def was_exported(self) -> bool:
+        return self._exports is not None
+
+    @property
+    def is_host_side(self) -> bool:
+        """Whether the host may touch it here and now: host memory, and managed memory that no stream ever used."""
+        if self.kind is MemoryKind.MANAGED:
+            return not self.used_on and self._exports is None
+        return self._source.on_host
+
+    def require_usable(self) -> None:
+        """Raise ``NotMaterialized`` while the memory sleeps."""
+        if self.base:
+            self._source.require_usable(self)
+
+    def resize(self, num_elements: int) -> None:
+        """``num_elements`` of ``dtype``. Within the capacity only the size changes. Beyond it the contents are lost.
+
+        The new memory comes from where the old one came, and may lie elsewhere. When it cannot be had
+        (``BufferOOM``), the buffer is empty and may be resized again. Raises ``BufferInUse`` while a tensor looks.
+        """
+        self._resize(num_elements, None)
+
+    def reshape(self, shape: Sequence[int]) -> None:
+        """Resize to the elements of ``shape``. Raises as ``resize`` does."""
+        self._resize(shape, tuple(shape))
+
+    def record_stream(self, stream: Stream | int) -> None:
+        """Work on ``stream`` uses the memory: a later free or reuse waits for what it has been asked until then."""
+        handle = stream if isinstance(stream, int) else stream.handle
+        self.stream.device.fences.register(handle)
+        if handle not in self.used_on:
+            self.used_on = (*self.used_on, handle)
+
+    def note_stream_use(self, stream: Stream) -> None:
+        """A copy on our own stream touches it: host memory must outlive that, device memory does by stream order."""
+        if (self._source.on_host or self.kind is MemoryKind.MANAGED) and stream.handle not in self.used_on:
+            self.used_on = (*self.used_on, stream.handle)
+
+    def close(self) -> None:
+        """Give the memory back. Closing again does nothing.
+
+        Raises ``BufferInUse`` while a tensor over it is alive, ``CaptureError`` during a capture, and ``DriverError``
+        where the driver keeps it; the buffer is then as before.
+        """
+        if self.base:
+            if self._exports is not None:
+                self._exports.require_none(self)
+            source = self._source
+            source.give(self)
+            self.base = 0
+            self.used_on = ()
+            if source.books:
+                self.account.sub(self.capacity_bytes, self.physical_bytes, stream=source.handle)
+        self.size_bytes = self.capacity_bytes = 0
+        self._shape = None
+
+    release = close
+
+    def close_orphan(self) -> bool:
+        """Close without raising; whether that worked. A failed free is logged and the memory stays booked."""
+        _log.warning("%r was never closed", self)
+        try:
+            self.close()
+        except Exception:  # noqa: BLE001 - nobody is there to be told
+            _log.exception("%r could not be closed", self)
+            return False
+        return True
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.device_of(self)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """For ``from_dlpack`` of torch, numpy, cupy: the memory itself, with ``shape`` and ``dtype``."""
+        self.require_usable()
+        return dlpack.exported(
+            self,
+            shape=self.shape,
+            dtype=self.dtype,
+            stream=stream,
+            max_version=max_version,
+            dl_device=dl_device,
+            copy=copy,
+        )
+
+    def __del__(self) -> None:
+        # May run anywhere, inside the driver too: leave the work to the manager, and nothing to a dying interpreter.
+        if self.base and not sys.is_finalizing():
+            self._source.orphans.append(self)
+
+    def _resize(self, wanted: int | Sequence[int], shape: tuple[int, ...] | None) -> None:
+        size_bytes, _ = num_bytes_of(wanted, self.dtype)
+        if size_bytes > self.capacity_bytes:
+            self.close()
+            self._source.fill(self, size_bytes)
+            self.capacity_bytes = size_bytes
+        self.size_bytes, self._shape = size_bytes, shape

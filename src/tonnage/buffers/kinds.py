@@ -1,0 +1,265 @@
+"""Where buffers of each kind get their memory, and how they give it back.
+
+A buffer keeps the source it came from, so a scope that is left later does not change how it is freed. What may still
+use the memory is in ``buffer.used_on``: handles of streams, the manager's own left out where order makes it safe.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from ctypes import addressof, c_char
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from tonnage.buffers.dlpack import wait_for
+from tonnage.buffers.ladder import climb
+from tonnage.buffers.stream import Stream
+from tonnage.errors import BufferOOM, CaptureError, DriverError, DriverOOM, DriverUnsupported, NotMaterialized
+from tonnage.ledger import Ledger
+from tonnage.terms import MemoryKind
+
+if TYPE_CHECKING:
+    from tonnage.buffers.buffer import Buffer
+    from tonnage.buffers.fences import Mark
+    from tonnage.buffers.scopes import ScopeConfig
+
+#: What a source took: the address, what is needed beside it to free it, and the bytes it takes.
+Block: TypeAlias = tuple[int, Any, int]
+
+
+class Source:
+    """Base of all: plain memory of the device, whose allocation and free may wait for the device."""
+
+    __slots__ = ("driver", "handle", "kind", "ledger", "may_be_captured", "orphans", "stream")
+    path: ClassVar[str] = "synchronous"
+    on_host: ClassVar[bool] = False
+    #: Whether closing a buffer takes it off its account; virtual memory books what is mapped by itself.
+    books: ClassVar[bool] = True
+
+    def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer]) -> None:
+        self.kind, self.stream, self.ledger, self.orphans = kind, stream, ledger, orphans
+        self.driver, self.handle = stream.driver, stream.handle
+        self.may_be_captured = stream.handle != 0  # the legacy stream never can
+
+    def fill(self, buffer: Buffer, size_bytes: int) -> None:
+        """Give an empty buffer memory, after the ladder where need be.
+
+        Raises ``BufferOOM``, ``CaptureError``, ``DriverUnsupported``, ``LedgerError``; the buffer is empty then.
+        """
+        try:
+            self.obtain(buffer, size_bytes)
+        except (DriverOOM, BufferOOM) as error:
+            climb(self, buffer, size_bytes, error)
+
+    def obtain(self, buffer: Buffer, size_bytes: int) -> None:
+        """One attempt: memory and its booking, or neither."""
+        self.require_no_capture("asked for")
+        block = address, held, physical_bytes = self.take(size_bytes)
+        try:
+            buffer.account.add(size_bytes, physical_bytes, stream=self.handle)
+        except BaseException:
+            self.drop(*block[:2])
+            raise
+        buffer.base, buffer.held, buffer.physical_bytes = address, held, physical_bytes
+
+    def give(self, buffer: Buffer) -> None:
+        """Free. Raises ``DriverError`` or ``CaptureError`` with nothing done, so that it can be repeated."""
+        self.require_no_capture("freed")
+        mark = self.last_use(buffer)
+        if mark is not None:
+            try:
+                mark.wait()
+            finally:
+                mark.close()
+        self.drop(buffer.base, buffer.held)
+
+    def last_use(self, buffer: Buffer) -> Mark | None:
+        """The point by which nothing uses the memory any more, or None where only the host ever did."""
+        fences = self.stream.device.fences
+        if buffer.was_exported:
+            return fences.mark()  # whoever had the tensor may have used it on any stream
+        return fences.mark(*buffer.used_on) if buffer.used_on else None
+
+    def take(self, size_bytes: int) -> Block:
+        return self.driver.mem_alloc(size_bytes), None, size_bytes
+
+    def drop(self, address: int, held: Any) -> None:  # noqa: ARG002 - for the sources that hold something
+        self.driver.mem_free(address)
+
+    def require_no_capture(self, what: str) -> None:
+        """Plain calls would break a capture on any stream."""
+        self.stream.device.fences.require_no_capture(f"{self.kind} memory is {what}")
+
+    def require_usable(self, buffer: Buffer) -> None:
+        """Raise where the memory may not be touched now."""
+
+
+class Pooled(Source):
+    """The device's private pool: allocation and free are work on the manager's stream."""
+
+    __slots__ = ("pool",)
+    path = "pool"
+
+    def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer]) -> None:
+        super().__init__(kind, stream, ledger, orphans)
+        self.pool = stream.device.pool
+
+    def obtain(self, buffer: Buffer, size_bytes: int) -> None:
+        handle = self.handle
+        # Asked each time, because whoever captures (torch, a library) does not tell us; the legacy stream cannot be.
+        if self.may_be_captured and self.driver.stream_capturing(handle):
+            raise CaptureError(
+                f"a gpu buffer of {size_bytes:,} bytes is asked for while stream {handle:#x} is being captured: "
+                "allocate before the capture, or ask with graph_memory=True"
+            )
+        address = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=handle)  # type: ignore[arg-type]
+        try:
+            buffer.account.add(size_bytes, size_bytes, stream=handle)
+        except BaseException:
+            self.driver.pool_free(address, stream=handle)
+            raise
+        buffer.base = address
+        buffer.physical_bytes = size_bytes
+
+    def give(self, buffer: Buffer) -> None:
+        if buffer.used_on:
+            for other in buffer.used_on:
+                if other != self.handle:
+                    wait_for(self.driver, waiting=self.handle, on=other)
+        try:
+            self.driver.pool_free(buffer.base, stream=self.handle)
+        except DriverError as error:
+            # Captured, the free would be a node that only memory of the same graph may have: the driver refuses it.
+            if self.may_be_captured and self.driver.stream_capturing(self.handle):
+                raise CaptureError(
+                    f"{buffer!r} is freed while its stream is being captured: free it before or after the capture"
+                ) from error
+            raise
+
+
+class InGraph(Pooled):
+    """Memory asked for during a capture: it belongs to the graph, has an address, and is there while the graph runs.
+
+    Close the buffer inside the same capture, so that the graph frees what it allocates. The device counts such
+    memory apart, so the books have what was asked for and no physical bytes.
+    """
+
+    __slots__ = ()
+    path = "graph"
+
+    def obtain(self, buffer: Buffer, size_bytes: int) -> None:
+        buffer.account.add(size_bytes, 0, stream=self.handle)
+        try:
+            buffer.base = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=self.handle)  # type: ignore[arg-type]
+        except BaseException:
+            buffer.account.sub(size_bytes, 0, stream=self.handle)
+            raise
+        buffer.physical_bytes = 0
+
+
+class Virtual(Source):
+    """Virtual memory of the scope that was open: whole pages, a tag, and it can sleep."""
+
+    __slots__ = ("config",)
+    path = "virtual"
+    books = False
+
+    def __init__(
+        self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer], *, config: ScopeConfig
+    ) -> None:
+        super().__init__(kind, stream, ledger, orphans)
+        self.config = config
+
+    def obtain(self, buffer: Buffer, size_bytes: int) -> None:
+        account = buffer.account
+        held = self.stream.device.virtual.allocate(
+            size_bytes, config=self.config, account=account, owner=account.owner, stream=self.stream
+        )
+        buffer.base, buffer.held, buffer.physical_bytes = held.address, held, held.padded_bytes
+
+    def give(self, buffer: Buffer) -> None:
+        # Page tables know no streams: the range is unmapped once all registered streams are past this point.
+        buffer.held.free()
+
+    def require_usable(self, buffer: Buffer) -> None:
+        state = buffer.held.state
+        if state.value != "materialized":
+            raise NotMaterialized(f"{buffer!r} of tag {buffer.held.tag!r} is {state.value}: materialize it first")
+
+
+class Managed(Source):
+    """Memory that the host may touch too; freed like plain memory."""
+
+    __slots__ = ()
+    path = "managed"
+
+    def take(self, size_bytes: int) -> Block:
+        capabilities = self.driver.capabilities()
+        if not capabilities.managed:
+            why = capabilities.reasons.get("managed", "the device has no managed memory")
+            raise DriverUnsupported("managed_alloc", "NOT_SUPPORTED", why)
+        return self.driver.managed_alloc(size_bytes), None, size_bytes
+
+
+class Pageable(Source):
+    """Ordinary memory of the host, straight from the system, so that freeing gives it straight back."""
+
+    __slots__ = ()
+    path = "host"
+    on_host = True
+
+    def require_no_capture(self, what: str) -> None:
+        """The device does not hear of it."""
+
+    def take(self, size_bytes: int) -> Block:
+        try:
+            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise DriverOOM("mmap", error.strerror or "ENOMEM", "host memory") from error
+        return addressof(c_char.from_buffer(memory)), memory, size_bytes
+
+    def drop(self, address: int, held: Any) -> None:  # noqa: ARG002
+        held.close()
+
+
+class Pinned(Source):
+    """Page-locked memory of the host, made and freed by the driver: slow, for what lives long."""
+
+    __slots__ = ()
+    path = "host"
+    on_host = True
+
+    def take(self, size_bytes: int) -> Block:
+        return self.driver.host_alloc(size_bytes, flags=0), None, size_bytes
+
+    def drop(self, address: int, held: Any) -> None:  # noqa: ARG002
+        self.driver.host_free(address)
+
+
+class PinnedPooled(Source):
+    """Blocks of the device's pinned pool. Freed while a copy may read them, they wait until it cannot."""
+
+    __slots__ = ()
+    path = "host pool"
+    on_host = True
+
+    def take(self, size_bytes: int) -> Block:
+        pool = self.stream.device.pinned
+        address = pool.alloc(size_bytes)
+        return address, None, pool.block_bytes(address)
+
+    def give(self, buffer: Buffer) -> None:
+        self.stream.device.pinned.free(buffer.base, after=self.last_use(buffer))
+
+    def drop(self, address: int, held: Any) -> None:  # noqa: ARG002
+        self.stream.device.pinned.free(address)
+
+
+#: The sources that need nothing but kind, stream, ledger and orphans.
+PLAIN: dict[MemoryKind, type[Source]] = {
+    MemoryKind.GPU_SYNC: Source,
+    MemoryKind.CPU: Pageable,
+    MemoryKind.PINNED: Pinned,
+    MemoryKind.PINNED_POOL: PinnedPooled,
+    MemoryKind.MANAGED: Managed,
+}

@@ -1,0 +1,186 @@
+"""One owner's memory: bytes asked for and held, live allocations, and their highest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic_ns
+
+from tonnage.errors import LedgerError
+from tonnage.ledger.journal import Change, Journal, event_of
+from tonnage.terms import How, LedgerEntry, LedgerEvent, LineKind, MemoryKind
+
+
+@dataclass(slots=True)
+class Level:
+    """Bytes now and at their highest: what a line's accounts hold together at one moment."""
+
+    bytes: int = 0
+    high: int = 0
+
+    def move(self, delta: int) -> None:
+        self.bytes += delta
+        if self.bytes > self.high:
+            self.high = self.bytes
+
+
+class Account:
+    """One owner's memory of one kind, line and tag. Made by ``Ledger.open``; safe to use from any thread.
+
+    ``add`` and ``sub`` stand in the path of every allocation, so they are written out, and take the lock by hand
+    (``with`` costs a seventh more). No call stands between reading a figure and writing it back: a finaliser that ran
+    there, on this thread, would find the lock its own, and one of the two changes would be lost.
+    """
+
+    __slots__ = (
+        "_high_phase", "_is_ready", "_journal", "_level", "first_phase", "high_water_bytes", "how", "line",
+        "memory", "num_frees", "num_samples", "num_takes", "number", "owner", "physical_bytes", "released_bytes",
+        "requested_bytes", "tag",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        journal: Journal,
+        level: Level,
+        *,
+        number: int,
+        owner: str,
+        line: LineKind,
+        memory: MemoryKind,
+        tag: str = "",
+        how: How = How.COUNTED,
+    ) -> None:
+        self._journal, self._level, self.number = journal, level, number
+        self.owner, self.line, self.memory, self.tag, self.how = owner, line, memory, tag, how
+        self.requested_bytes = self.physical_bytes = self.high_water_bytes = self.released_bytes = 0
+        self.num_takes = self.num_frees = self.num_samples = 0
+        self.first_phase = self._high_phase = ""
+        self._is_ready = False  # COUNTED, and its owner was admitted
+
+    def __repr__(self) -> str:
+        tag = f" tag={self.tag!r}" if self.tag else ""
+        return f"<Account {self.owner!r} {self.line}{tag} {self.physical_bytes:,} bytes in {self.num_live}>"
+
+    @property
+    def num_live(self) -> int:
+        return self.num_takes - self.num_frees if self.how is How.COUNTED else int(self.physical_bytes > 0)
+
+    @property
+    def num_changes(self) -> int:
+        """Events that this account ever made, those that the ring has lost among them."""
+        return self.num_takes + self.num_frees + self.num_samples
+
+    def add(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
+        """One more live allocation, on ``stream`` if any. ``physical_bytes`` counts the rounding to pages.
+
+        Raises ``LedgerError`` for negative bytes, on an account that is not COUNTED, and after a strict seal when
+        this owner had nothing before; the account is then unchanged, so the caller can give the memory back.
+        """
+        journal, level = self._journal, self._level
+        journal.acquire()
+        try:
+            if not self._is_ready or requested_bytes < 0 or physical_bytes < 0:
+                self._begin(requested_bytes, physical_bytes, stream)
+            moment = journal.moment
+            self.physical_bytes = held = self.physical_bytes + physical_bytes
+            if held > self.high_water_bytes:
+                self.high_water_bytes, self._high_phase = held, moment[0]
+            self.requested_bytes += requested_bytes
+            self.num_takes += 1
+            level.bytes = held = level.bytes + requested_bytes
+            if held > level.high:
+                level.high = held
+            journal.append((monotonic_ns(), self.number, physical_bytes, stream, moment))
+        finally:
+            journal.release()
+
+    def sub(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
+        """One live allocation fewer. Raises ``LedgerError``, changing nothing, for more than the account holds."""
+        journal, level = self._journal, self._level
+        journal.acquire()
+        try:
+            held, asked = self.physical_bytes - physical_bytes, self.requested_bytes - requested_bytes
+            if held < 0 or asked < 0 or physical_bytes < 0 or requested_bytes < 0 or self.num_takes <= self.num_frees:
+                self._refuse_sub(requested_bytes, physical_bytes)
+            self.physical_bytes, self.requested_bytes = held, asked
+            self.released_bytes += physical_bytes
+            self.num_frees += 1
+            level.bytes -= requested_bytes
+            journal.append((monotonic_ns(), self.number, -physical_bytes, stream, journal.moment))
+        finally:
+            journal.release()
+
+    def adjust_requested(self, delta_bytes: int) -> None:
+        """More or less of the same physical memory is asked for: an arena grows inside its last page."""
+        self._require_counted("adjust_requested")
+        with self._journal.lock:
+            if self.requested_bytes + delta_bytes < 0:
+                raise LedgerError(f"{self!r}: requested bytes would fall below zero by {delta_bytes:,}")
+            self.requested_bytes += delta_bytes
+            self._level.move(delta_bytes)
+
+    def sampled(self, num_bytes: int) -> None:
+        """The account of a SAMPLED or REMAINDER owner now stands at ``num_bytes``."""
+        if self.how is How.COUNTED:
+            raise LedgerError(f"{self!r} is {self.how}: sampled is not for {How.COUNTED} accounts")
+        if num_bytes < 0:
+            raise LedgerError(f"{self!r}: sampled {num_bytes:,} bytes")
+        with self._journal.lock:
+            if num_bytes > self.physical_bytes:
+                self._admit(num_bytes - self.physical_bytes, None)
+            moment = self._journal.moment
+            self.first_phase = self.first_phase or moment[0]
+            delta = num_bytes - self.physical_bytes
+            self.physical_bytes = self.requested_bytes = num_bytes
+            if num_bytes > self.high_water_bytes:
+                self.high_water_bytes, self._high_phase = num_bytes, moment[0]
+            if delta < 0:
+                self.released_bytes -= delta
+            self.num_samples += 1
+            self._level.move(delta)
+            self._journal.append((monotonic_ns(), self.number, delta, None, moment))
+
+    def entry(self, *, device: int, planned_bytes: int | None) -> LedgerEntry:
+        """A frozen copy. ``planned_bytes`` is the plan's whole line, which may have several accounts."""
+        return LedgerEntry(
+            owner=self.owner,
+            line=self.line,
+            tag=self.tag,
+            memory=self.memory,
+            device=device,
+            how=self.how,
+            requested_bytes=self.requested_bytes,
+            physical_bytes=self.physical_bytes,
+            high_water_bytes=self.high_water_bytes,
+            released_bytes=self.released_bytes,
+            num_live=self.num_live,
+            first_phase=self.first_phase,
+            high_water_phase=self._high_phase,
+            planned_bytes=planned_bytes,
+        )
+
+    def event(self, change: Change) -> LedgerEvent:
+        """A change of this account as it is read."""
+        return event_of(change, owner=self.owner, line=self.line, tag=self.tag)
+
+    def _begin(self, requested_bytes: int, physical_bytes: int, stream: int | None) -> None:
+        """What ``add`` asks once, and when something is wrong."""
+        self._require_counted("add")
+        if requested_bytes < 0 or physical_bytes < 0:
+            raise LedgerError(f"{self!r}: cannot add {requested_bytes:,} requested, {physical_bytes:,} physical bytes")
+        self._admit(physical_bytes, stream)
+        self._is_ready = True
+
+    def _admit(self, delta: int, stream: int | None) -> None:
+        self._journal.admit(self.owner, self.line, self.tag, delta, stream=stream)
+        self.first_phase = self.first_phase or self._journal.phase_name
+
+    def _refuse_sub(self, requested_bytes: int, physical_bytes: int) -> None:
+        self._require_counted("sub")
+        raise LedgerError(
+            f"{self!r}: cannot return {requested_bytes:,} requested, {physical_bytes:,} physical bytes "
+            f"of {self.requested_bytes:,} and {self.physical_bytes:,}"
+        )
+
+    def _require_counted(self, call: str) -> None:
+        if self.how is not How.COUNTED:
+            raise LedgerError(f"{self!r} is {self.how}: {call} is for {How.COUNTED} accounts")

@@ -1,0 +1,114 @@
+"""What happened: a bounded ring of changes, with the phase, the step and the seal that they happened in."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import monotonic_ns
+from typing import TypeAlias
+
+from tonnage.errors import LedgerError
+from tonnage.terms import LedgerEvent, LineKind
+
+DEFAULT_NUM_EVENTS = 65_536
+FIRST_PHASE = "start"
+
+#: Phase, step, sealed: made anew when one of them changes, so that a change only points at it.
+Moment: TypeAlias = tuple[str, int, bool]
+#: At (ns), the account's number, physical delta in bytes, stream, moment. A plain tuple of plain values, because the
+#: ring takes one for every allocation: anything richer costs microseconds, and the collector would walk through it.
+Change: TypeAlias = tuple[int, int, int, int | None, Moment]
+
+
+class Journal:
+    """The changes of one ledger's accounts, the last ``num_events`` of them, and the one lock of that ledger.
+
+    The lock may be taken again by the thread that has it: a finaliser may give memory back at any moment.
+    """
+
+    __slots__ = (
+        "_is_strict", "_phases", "_seen", "acquire", "append", "changes", "first_uses", "lock", "moment", "release",
+    )  # fmt: skip
+
+    def __init__(self, num_events: int) -> None:
+        self.lock = threading.RLock()
+        self.acquire, self.release = self.lock.acquire, self.lock.release
+        self.changes: deque[Change] = deque(maxlen=num_events)
+        self.append = self.changes.append
+        self.moment: Moment = (FIRST_PHASE, 0, False)
+        self.first_uses: dict[str, LedgerEvent] = {}
+        self._phases = [FIRST_PHASE]
+        self._seen: set[str] = set()  # owners that have held something
+        self._is_strict = False
+
+    @property
+    def phase_name(self) -> str:
+        return self.moment[0]
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.moment[2]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Changes inside belong to ``name``; nested phases read ``outer/inner``."""
+        with self.lock:
+            path = name if len(self._phases) == 1 else f"{self._phases[-1]}/{name}"
+            self._phases.append(path)
+            self._now(phase=path)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._phases.remove(path)
+                self._now(phase=self._phases[-1])
+
+    def step(self, number: int) -> None:
+        with self.lock:
+            self._now(step=number)
+
+    def seal(self, *, strict: bool, declared: Iterable[str]) -> None:
+        with self.lock:
+            self.know(*declared)
+            self._is_strict = strict
+            self._now(sealed=True)
+
+    def know(self, *owners: str) -> None:
+        """These are not new to us, whatever they hold."""
+        with self.lock:
+            self._seen.update(owners)
+
+    def admit(self, owner: str, line: LineKind, tag: str, delta: int, *, stream: int | None) -> None:
+        """The first bytes of an account: those of a new owner after the seal are reported, or refused if it is strict.
+
+        Called with the lock held. Raises ``LedgerError``; the owner is then as new as before.
+        """
+        if owner in self._seen:
+            return
+        if self.is_sealed:
+            event = event_of((monotonic_ns(), 0, delta, stream, self.moment), owner=owner, line=line, tag=tag)
+            self.first_uses.setdefault(owner, event)
+            if self._is_strict:
+                raise LedgerError(
+                    f"{owner!r} asks for its first {delta:,} bytes ({line}) after the ledger was sealed: it declared "
+                    "nothing before"
+                )
+        self._seen.add(owner)
+
+    def _now(self, *, phase: str | None = None, step: int | None = None, sealed: bool | None = None) -> None:
+        was = self.moment
+        self.moment = (
+            was[0] if phase is None else phase,
+            was[1] if step is None else step,
+            was[2] if sealed is None else sealed,
+        )
+
+
+def event_of(change: Change, *, owner: str, line: LineKind, tag: str) -> LedgerEvent:
+    """A change as it is read."""
+    at_ns, _, delta, stream, (phase, step, sealed) = change
+    return LedgerEvent(
+        at_ns=at_ns, owner=owner, line=line, tag=tag, delta=delta, phase=phase, step=step, sealed=sealed, stream=stream
+    )

@@ -1,0 +1,253 @@
+"""The accounts of one device, reconciled with what the device says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+from tonnage.errors import LedgerError
+from tonnage.ledger.account import Account, Level
+from tonnage.ledger.audit import AuditRow
+from tonnage.ledger.journal import DEFAULT_NUM_EVENTS, Journal
+from tonnage.terms import How, LedgerEntry, LedgerEvent, LineKind, MemoryKind, Reading, Snapshot
+
+#: The owner of what is on the device and not this process's, in events.
+OTHERS = "other processes"
+
+_HOST_KINDS = frozenset({MemoryKind.CPU, MemoryKind.PINNED, MemoryKind.PINNED_POOL})
+
+
+class Ledger:
+    """The accounts of device number ``device``, which has ``total_bytes``.
+
+    ``host_is_device``: host memory (CPU, PINNED, PINNED_POOL) is memory of this device, as it is when the device is
+    the host. Otherwise such accounts are kept beside it: they have entries and events, but count neither against the
+    device nor against a line of its plan. ``num_events`` bounds the ring of past changes.
+
+    ``free_before_bytes`` may be set by whoever opens the device: what was free there before. Readings infer from it
+    what this process holds where nobody can tell. Every method may be called from any thread; phases and steps belong
+    to the ledger, not to a thread.
+    """
+
+    def __init__(
+        self, device: int, total_bytes: int, *, host_is_device: bool = True, num_events: int = DEFAULT_NUM_EVENTS
+    ) -> None:
+        self.device, self.total_bytes, self.host_is_device = device, total_bytes, host_is_device
+        self.free_before_bytes: int | None = None
+        self._journal = Journal(num_events)
+        self._lock = self._journal.lock
+        self._accounts: dict[tuple[str, LineKind, MemoryKind, str], Account] = {}
+        self._planned: dict[LineKind, int] = {}
+        self._levels: dict[LineKind, Level] = {}
+        self._beside = Level()  # all host memory of a device that is not the host
+        self._reading: Reading | None = None
+        self._unattributed_high: int | None = None
+        # What others hold is followed as an account is, but it is none of ours: no entry, no part of any sum.
+        self._others = Account(
+            self._journal, Level(), number=0, owner=OTHERS, line=LineKind.FOREIGN, memory=MemoryKind.GPU,
+            how=How.SAMPLED,
+        )  # fmt: skip
+        self._journal.know(OTHERS)
+        self._numbered = [self._others]
+        self._foreign_low: int | None = None
+
+    def open(
+        self,
+        *,
+        owner: str,
+        line: LineKind,
+        memory: MemoryKind,
+        tag: str = "",
+        how: How = How.COUNTED,
+        declared: bool = False,
+    ) -> Account:
+        """The account of that owner, line, memory and tag: the same object when it is opened again.
+
+        How.REMAINDER says that its bytes were assigned from what no account explained at one moment (a driver's
+        context, say): they are set by ``sampled``, and every view shows that nobody counted them.
+        ``declared``: the owner's first bytes surprise nobody, even after the seal.
+        Raises ``LedgerError`` when it is open with another ``how``.
+        """
+        key = (owner, line, memory, tag)
+        with self._lock:
+            account = self._accounts.get(key)
+            if account is None:
+                on_device = self.host_is_device or memory not in _HOST_KINDS
+                level = self._levels.setdefault(line, Level()) if on_device else self._beside
+                number = len(self._numbered)
+                account = Account(
+                    self._journal, level, number=number, owner=owner, line=line, memory=memory, tag=tag, how=how
+                )
+                self._numbered.append(account)
+                self._accounts[key] = account
+            if account.how is not how:
+                raise LedgerError(f"{account!r} is {account.how}; it cannot also be {how}")
+            if declared:
+                self._journal.know(owner)
+            return account
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Changes inside belong to ``name``; nested phases read ``outer/inner``."""
+        return self._journal.phase(name)
+
+    def step(self, number: int) -> None:
+        """Events from now on carry this step number."""
+        self._journal.step(number)
+
+    def expect(self, plan_lines: Mapping[LineKind, int]) -> None:
+        """What the plan gives each line, in bytes; replaces what was expected before."""
+        with self._lock:
+            self._planned = dict(plan_lines)
+
+    def sample(self, reading: Reading) -> None:
+        """Take note of what the device says; the remainder is compared with the accounts as they stand now.
+
+        A change of what others hold becomes an event of the owner ``OTHERS``, so it can be seen when it happened.
+        """
+        with self._lock:
+            self._reading = reading
+            remainder = self._remainder()
+            if remainder is not None:
+                highest = self._unattributed_high
+                self._unattributed_high = remainder if highest is None else max(remainder, highest)
+            foreign = self._foreign()
+            if foreign != self._others.physical_bytes:
+                self._others.sampled(foreign)
+            self._foreign_low = foreign if self._foreign_low is None else min(foreign, self._foreign_low)
+
+    def seal(self, *, strict: bool = False, declared: Iterable[str] = ()) -> None:
+        """Start-up is over: from now on the first bytes of an owner that had none are reported by name.
+
+        ``strict``: they raise ``LedgerError`` and are not booked. Owners that held something before go on as usual,
+        and so do those ``declared`` here: the plan has a line for them although they hold nothing yet.
+        """
+        self._journal.seal(strict=strict, declared=declared)
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._journal.is_sealed
+
+    @property
+    def accounted_bytes(self) -> int:
+        """Physical bytes of all accounts on the device together."""
+        with self._lock:
+            return sum(account.physical_bytes for account in self._on_device())
+
+    @property
+    def host_bytes(self) -> int:
+        """Physical bytes of the accounts in host memory; 0 where the host is the device."""
+        with self._lock:
+            return sum(account.physical_bytes for account in self._numbered if account._level is self._beside)
+
+    @property
+    def num_lost_events(self) -> int:
+        """Changes that the ring had no room for any more: the oldest ones."""
+        with self._lock:
+            return sum(account.num_changes for account in self._numbered) - len(self._journal.changes)
+
+    def events(self) -> tuple[LedgerEvent, ...]:
+        """The last changes, oldest first; at most ``num_events``."""
+        return self.history()
+
+    def history(self, *, owner: str | None = None, line: LineKind | None = None) -> tuple[LedgerEvent, ...]:
+        """The last changes of that owner, of that line, or of both, oldest first; ``OTHERS`` is an owner too."""
+        with self._lock:
+            wanted = {
+                number: account
+                for number, account in enumerate(self._numbered)
+                if owner in (None, account.owner) and line in (None, account.line)
+            }
+            changes = [change for change in self._journal.changes if change[1] in wanted]
+        return tuple(wanted[change[1]].event(change) for change in changes)
+
+    def timeline(self, line: LineKind) -> tuple[tuple[int, int], ...]:
+        """(ns, physical bytes of the line on the device) after each change that the ring still has, oldest first.
+
+        The last one is what the line holds now; FOREIGN counts what others hold.
+        """
+        with self._lock:
+            drawn = [*self._on_device(), self._others]
+            numbers = {account.number for account in drawn if account.line is line}
+            held = sum(account.physical_bytes for account in drawn if account.line is line)
+            changes = [change for change in self._journal.changes if change[1] in numbers]
+        points = []
+        # Backwards from what is known now: what the ring has lost need not be known.
+        for at_ns, _, delta, _, _ in reversed(changes):
+            points.append((at_ns, held))
+            held -= delta
+        return tuple(reversed(points))
+
+    def snapshot(self) -> Snapshot:
+        """The ledger now. ``own``, ``free`` and ``foreign`` are as of the last reading: ``sample`` one just before."""
+        with self._lock:
+            reading = self._reading
+            return Snapshot(
+                phase=self._journal.phase_name,
+                entries=tuple(self._entry(account) for account in self._numbered[1:]),
+                own=reading.own_bytes if reading else None,
+                own_source=reading.own_source if reading else "unread",
+                foreign=self._others.physical_bytes,
+                foreign_low=self._foreign_low,
+                foreign_high=self._others.high_water_bytes if reading else None,
+                free=reading.free_bytes if reading else self.total_bytes - self.accounted_bytes,
+                unattributed=self._remainder(),
+                host=self.host_bytes,
+                first_uses=tuple(self._journal.first_uses.values()),
+            )
+
+    def audit(self) -> tuple[AuditRow, ...]:
+        """Planned against actual for every line that is in the plan or holds something; the remainder comes last.
+
+        A line counts what was asked for; what whole pages add to it is the line ROUNDING, there as in the plan.
+        """
+        with self._lock:
+            known = {*self._planned, *(account.line for account in self._on_device() if account.num_changes)}
+            if self._level(LineKind.ROUNDING).bytes:
+                known.add(LineKind.ROUNDING)
+            lines = [kind for kind in LineKind if kind in known and kind is not LineKind.UNATTRIBUTED]
+            return (*(self._audit_row(kind) for kind in lines), self._audit_remainder())
+
+    def _audit_row(self, kind: LineKind) -> AuditRow:
+        level, others = self._level(kind), self._others if kind is LineKind.FOREIGN else None
+        return AuditRow(
+            line=kind,
+            planned_bytes=self._planned.get(kind, 0),
+            actual_bytes=level.bytes + (others.physical_bytes if others else 0),
+            high_water_bytes=level.high + (others.high_water_bytes if others else 0),
+        )
+
+    def _audit_remainder(self) -> AuditRow:
+        return AuditRow(
+            line=LineKind.UNATTRIBUTED,
+            planned_bytes=self._planned.get(LineKind.UNATTRIBUTED, 0),
+            actual_bytes=self._remainder(),
+            high_water_bytes=self._unattributed_high,
+        )
+
+    def _level(self, kind: LineKind) -> Level:
+        level = self._levels.get(kind, Level())
+        if kind is not LineKind.ROUNDING:
+            return level
+        added = sum(account.physical_bytes - account.requested_bytes for account in self._on_device())
+        return Level(bytes=level.bytes + added, high=level.high + added)
+
+    def _entry(self, account: Account) -> LedgerEntry:
+        planned = self._planned.get(account.line) if account._level is not self._beside else None
+        return account.entry(device=self.device, planned_bytes=planned)
+
+    def _on_device(self) -> Iterator[Account]:
+        """Called with the lock held."""
+        # A copy: a finaliser may open an account between two of them.
+        return (account for account in self._numbered[1:] if account._level is not self._beside)
+
+    def _remainder(self) -> int | None:
+        if self._reading is None or self._reading.own_bytes is None:
+            return None
+        return self._reading.own_bytes - self.accounted_bytes
+
+    def _foreign(self) -> int:
+        """Bytes that others hold. Not below zero: on a host, our own heap is ours but takes no device page."""
+        if self._reading is None:
+            return 0
+        own = self._reading.own_bytes if self._reading.own_bytes is not None else self.accounted_bytes
+        return max(0, self._reading.total_bytes - self._reading.free_bytes - own)
