@@ -171,7 +171,7 @@ def test_growth_takes_no_copy_and_a_steady_state_no_edit() -> None:
     assert not {"copy", "fill", "unmap", "va_free"} & set(calls)
     assert calls.count("va_reserve") == 1
     assert calls.count("phys_create") == calls.count("map") == calls.count("set_access") == 64
-    assert arena.num_edits == 128 == graph_ranges(bench.stream.device).epoch * 2
+    assert arena.num_edits == 128 == graph_ranges(bench.stream.device).num_edits * 2
     num_calls = len(driver.log)
     for _ in range(100):
         arena.commit(64 * bench.page)
@@ -233,3 +233,17 @@ def test_peers_are_given_access_or_nothing_is_committed(watched: Bench) -> None:
         arena.commit(watched.page)
     assert arena.committed_bytes == watched.ledger.accounted_bytes == 0
     assert watched.driver.wrapped.used_bytes == 0  # type: ignore[attr-defined]
+
+
+def test_zero_ranges_are_zero_to_their_last_byte_however_they_are_cut(watched: Bench) -> None:
+    """Fresh memory of this device is not zero."""
+    page = watched.page
+    arena = watched.arena(tag="kv", zero_ranges=((page - 3, 5), (2 * page - 1, 1)))
+    arena.commit(page)
+    assert read(watched.driver, arena.address + page - 4, 4) == b"\xa5\0\0\0"
+    arena.commit(2 * page)
+    for _ in range(2):
+        assert read(watched.driver, arena.address + page - 4, 7) == b"\xa5" + bytes(5) + b"\xa5"
+        assert read(watched.driver, arena.address + 2 * page - 2, 2) == b"\xa5\0"
+        watched.stream.device.virtual.release("kv")
+        watched.stream.device.virtual.materialize("kv").sync()

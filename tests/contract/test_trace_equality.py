@@ -12,9 +12,10 @@ import pytest
 from devices import DEVICES, PAGE, cuda, host, read
 
 from tonnage.device.driver import Driver
+from tonnage.device.hazard import FRESH, HazardDriver
 from tonnage.device.host import HostDriver
 from tonnage.device.trace import QUESTIONS, TraceDriver, replay
-from tonnage.errors import DriverError
+from tonnage.errors import DeviceLost, DriverError
 
 MANY = 2**19  # pages: more than any device has
 
@@ -252,6 +253,37 @@ def test_every_device_with_virtual_memory_does_what_the_list_says(driver: Driver
 def test_every_device_with_pools_does_what_the_list_says(driver: Driver) -> None:
     require(driver, "pools")
     assert run_pools(driver) == EXPECTED_POOLS
+
+
+def test_the_watch_finds_nothing_in_it_and_changes_nothing(driver: Driver) -> None:
+    """Fresh memory is painted and allocations are padded below the trace; what was asked and read is the same."""
+    watch = HazardDriver(driver, reservation_hazard=True)
+    for run, expected, needed in ((run_driver, EXPECTED, "vmm"), (run_pools, EXPECTED_POOLS, "pools")):
+        if getattr(driver.capabilities(), needed):
+            assert run(watch) == expected
+    assert watch.hazards == []
+
+
+def test_the_watch_catches_the_same_on_every_device(driver: Driver) -> None:
+    watch, page = HazardDriver(driver), driver.capabilities().page_bytes
+    stream, addr = watch.stream_create(priority=0), watch.mem_alloc(page)
+    assert read(driver, addr, 16) == bytes([FRESH]) * 16
+    watch.launch(stream, writes=[(addr, page)], what="decode")
+    watch.strict = False
+    watch.mem_free(addr)
+    with pytest.raises(DriverError):
+        watch.mem_free(addr)
+    small = watch.mem_alloc(100)
+    driver.fill(small, 1, 101, stream=0)
+    watch.mem_free(small)
+    driver.stream_destroy(stream)
+    assert [hazard.split(":")[1] for hazard in watch.hazards] == [" IN_USE", " RED_ZONE"]
+    watch.strict = True
+    kept, gone = watch.mem_alloc(page), watch.mem_alloc(page)
+    watch.mem_free(gone)
+    with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
+        watch.launch(0, reads=[(kept, page), (gone, 8)])
+    driver.mem_free(kept)
 
 
 def test_what_one_device_was_asked_another_answers_alike(driver: Driver) -> None:

@@ -361,6 +361,8 @@ def test_semaphores_are_zero_after_every_commit_and_wake(driver: HostDriver, led
     with pytest.raises(ValueError, match="has no"):
         arena.keep_zero(999 * PAGE, 2 * PAGE)
     arena.close()
+    with pytest.raises(ValueError, match="has no"):
+        make(driver, ledger, zero_ranges=((-1, 2),))
 
 
 # sleep
@@ -441,6 +443,55 @@ def test_one_call_that_fails_costs_nothing(driver: HostDriver, ledger: Ledger) -
     fault.arm(1, calls=frozenset({"unmap"}))
     assert arena.decommit(2 * PAGE) == 6 * PAGE
     assert (fault.num_calls, arena.poisoned) == (4, ())  # the run, then three handles
+    arena.close()
+
+
+def test_a_rollback_that_fails_is_not_tried_twice(driver: HostDriver, ledger: Ledger, monkeypatch) -> None:
+    arena = make(driver, ledger, chunk_bytes=PAGE)
+    arena.commit(PAGE)
+    unmap, failing = driver.unmap, iter([True] * 2)  # the run, and its one handle
+    map_ = driver.map
+
+    def refusing(addr: int, size: int, handle: int) -> None:
+        if addr > arena.address + PAGE:
+            raise DriverOOM("map", "FULL")
+        map_(addr, size, handle)
+
+    def stuck(addr: int, size: int) -> None:
+        if next(failing, False):
+            raise DriverError("unmap", "STUCK")
+        unmap(addr, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "map", refusing)
+        patch.setattr(driver, "unmap", stuck)
+        with pytest.raises(BufferOOM, match="FULL"):
+            arena.commit(4 * PAGE)
+    assert arena.poisoned == ((arena.address + PAGE, PAGE),)
+    assert (arena.committed_bytes, arena.leftover_bytes) == (PAGE, PAGE)
+    assert ledger.accounted_bytes == driver.used_bytes == 2 * PAGE
+    arena.close()
+
+
+@pytest.mark.parametrize("num_times", [3, 4])
+def test_a_driver_that_is_not_ready_is_waited_for_a_few_times(
+    driver: HostDriver, ledger: Ledger, monkeypatch, num_times: int
+) -> None:
+    arena = make(driver, ledger)
+    set_access, failing = driver.set_access, iter([True] * num_times)
+
+    def busy(*arguments: int, **more: tuple[int, ...]) -> None:
+        if next(failing, False):
+            raise DriverError("set_access", "NOT_READY")
+        set_access(*arguments, **more)
+
+    monkeypatch.setattr(driver, "set_access", busy)
+    if num_times < 4:
+        assert arena.commit(2 * PAGE) == 2 * PAGE
+    else:
+        with pytest.raises(DriverError, match="NOT_READY"):
+            arena.commit(2 * PAGE)
+        assert arena.committed_bytes == driver.used_bytes == ledger.accounted_bytes == 0
     arena.close()
 
 

@@ -255,6 +255,21 @@ def test_an_edit_that_fails_puts_registrations_up_again(arena: VaArena, graphs: 
     assert told == ["down", "up"]
 
 
+def test_an_edit_stands_where_a_registration_cannot_be_put_up_again(arena: VaArena, graphs: GraphRanges) -> None:
+    def refuse(_addr: int, _size: int) -> None:
+        raise ConnectionError("the library is gone")
+
+    one = graphs.register(arena.address, 20 * PAGE, owner="NCCL", unregister=lambda: None, reregister=refuse)
+    with pytest.raises(ConnectionError):
+        arena.commit(10 * PAGE)
+    assert arena.committed_bytes == 10 * PAGE
+    with pytest.raises(ConnectionError):
+        arena.decommit(5 * PAGE)
+    assert arena.committed_bytes == 5 * PAGE
+    one.close()
+    assert arena.commit(6 * PAGE) == 6 * PAGE
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.booleans()), max_size=25))
 def test_holes_are_what_was_unmapped_last(edits: list[tuple[int, int, bool]]) -> None:
     graphs, mapped = GraphRanges(), [True] * 50

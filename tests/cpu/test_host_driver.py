@@ -15,7 +15,7 @@ from tonnage.device.fault import ALLOCATING, RELEASING, FaultDriver
 from tonnage.device.host import CALLS_BEHIND, HostDriver
 from tonnage.device.hostpages import HostPages
 from tonnage.device.ranges import RangeBook
-from tonnage.errors import DriverError, DriverOOM, DriverUnsupported
+from tonnage.errors import DeviceLost, DriverError, DriverOOM, DriverUnsupported
 
 PAGE = 2 * 2**20
 
@@ -321,6 +321,19 @@ def test_a_fault_driver_fails_inside_the_roll_back_too(driver: HostDriver) -> No
     assert (fault.num_injected, driver.used_bytes) == (2, 0)
 
 
+def test_an_error_may_come_late(driver: HostDriver) -> None:
+    fault = FaultDriver(driver)
+    addr = fault.mem_alloc(10)
+    fault.arm(1, calls=frozenset({"fill"}), error=DeviceLost, code="ILLEGAL_ADDRESS", late=True)
+    fault.fill(addr, 3, 10, stream=0)
+    assert ctypes.string_at(addr, 1) == b"\x03"
+    with pytest.raises(DeviceLost, match="fill, call 1 of those that can fail") as caught:
+        fault.stream_sync(0)
+    assert caught.value.call == "stream_sync"
+    fault.device_sync()
+    assert (fault.num_calls, fault.num_injected) == (1, 1)
+
+
 def test_decorators_pass_everything_on_and_set_what_is_the_devices(driver: HostDriver) -> None:
     inner = FaultDriver(driver)
     outer = FaultDriver(inner, 1)
@@ -455,6 +468,20 @@ def test_a_hook_hears_the_calls_from_outside_alone(driver: HostDriver) -> None:
     driver.foreign.hook = None
     driver.mem_info()
     assert heard == ["mem_alloc", "mem_free"]
+
+
+def test_two_processes_share_one_card() -> None:
+    """Each sees what the other took, as soon as it asks."""
+    ours, theirs = HostDriver(32 * PAGE), HostDriver(32 * PAGE)
+    for one, other in ((ours, theirs), (theirs, ours)):
+        one.foreign.hook = lambda _, one=one, other=other: setattr(one, "foreign_bytes", other.used_bytes)
+    handle = ours.phys_create(20 * PAGE)
+    assert theirs.mem_info()[0] == 12 * PAGE
+    with pytest.raises(DriverOOM):
+        theirs.phys_create(13 * PAGE)
+    ours.phys_release(handle)
+    theirs.phys_release(theirs.phys_create(13 * PAGE))
+    assert ours.close() == theirs.close() == ()
 
 
 def test_small_calls_are_quick(driver: HostDriver, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from statistics import median
 
 import pytest
 
@@ -331,35 +329,6 @@ def test_growth_leaves_no_memory_behind(driver):
         free.append(driver.mem_info()[0])
     driver.va_free(base, size)
     assert abs(free[-1] - free[1]) <= 4 * MiB
-
-
-@pytest.mark.parametrize("on", ["a stream of its own", "stream 0"])
-def test_the_pool_pair_costs_little_more_than_the_bare_functions(driver, on):
-    from cuda.bindings import driver as cuda
-
-    stream = driver.stream_create(priority=0) if on != "stream 0" else 0
-    pool = driver.pool_create()
-    bare_pool, bare_stream = cuda.CUmemoryPool(pool), cuda.CUstream(stream)
-
-    def bare():
-        cuda.cuMemFreeAsync(cuda.cuMemAllocFromPoolAsync(MiB, bare_pool, bare_stream)[1], bare_stream)
-
-    def ours():
-        driver.pool_free(driver.pool_alloc(pool, MiB, stream=stream), stream=stream)
-
-    def nanoseconds(pair):
-        samples = []
-        for _ in range(2_000):
-            start = time.perf_counter_ns()
-            pair()
-            samples.append(time.perf_counter_ns() - start)
-        return median(samples)
-
-    rounds = [(nanoseconds(bare), nanoseconds(ours)) for _ in range(5)]
-    driver.device_sync()
-    added = median(b - a for a, b in rounds)
-    print(f"\n{on}: bare {median(a for a, _ in rounds):,.0f} ns a pair, ours {median(b for _, b in rounds):,.0f} ns")
-    assert added <= 1_500
 
 
 def test_errors_of_the_driver_are_not_sticky(driver):

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from itertools import count
 from types import SimpleNamespace
@@ -303,7 +304,21 @@ class FakeCuda:
     @driver_function()
     def cuMemAllocFromPoolAsync(self, size: int, pool: Any, stream: Any) -> Number:
         self._require(self._streams, stream)
-        return Number(self.host.pool_alloc(self._pools[int(pool)][0], size, stream=0))
+        own = self._pools[int(pool)][0]
+        try:
+            return Number(self.host.pool_alloc(own, size, stream=0))
+        except DriverOOM:
+            self._hoard(own)
+            raise
+
+    def _hoard(self, pool: int) -> None:
+        """A pool that cannot serve keeps what it took from the device on the way: seen on an H200, all 139 GiB."""
+        taken = []
+        with suppress(DriverOOM):
+            while True:
+                taken.append(self.host.pool_alloc(pool, self.host.capabilities().page_bytes, stream=0))
+        for addr in taken:
+            self.host.pool_free(addr, stream=0)
 
     @driver_function()
     def cuMemFreeAsync(self, addr: Any, stream: Any) -> None:

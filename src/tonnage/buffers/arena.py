@@ -70,7 +70,7 @@ class VaArena:
         found = stream.driver.capabilities()
         self.path = "virtual" if found.vmm else "static"
         self._page_bytes = found.page_bytes
-        self._chunk_bytes = round_up(chunk_bytes, self._page_bytes)
+        self._chunk_bytes = max(self._page_bytes, round_up(chunk_bytes, self._page_bytes))
         self.stream, self.owner, self.tag = stream, owner, tag
         self._zero_on_commit, self._zero_ranges, self._concurrent = zero_on_commit, zero_ranges, concurrent_growth
         self._exports = Exports()
@@ -79,6 +79,8 @@ class VaArena:
         self._account = ledger.open(owner=owner, line=line, memory=MemoryKind.GPU, tag=tag)
         self._run = ArenaRun(stream.driver, self._account, edited=self._edited, peers=peers)
         self._chunk: Chunk[list[Piece]] | None = None
+        for offset, size in zero_ranges:
+            self._require_inside(offset, size)
         least_bytes = round_up(least_reserve_bytes or self.size_bytes, self._page_bytes)
         if self.path == "static":
             self._allocate(least_bytes)
@@ -207,9 +209,9 @@ class VaArena:
         For semaphores and counters that kernels leave at zero when they are done.
         """
         self._require_awake()
-        if offset < 0 or size <= 0 or offset + size > self.size_bytes:
-            raise ValueError(f"{self!r} has no {size:,} bytes at {offset:,}")
-        self._zero_ranges = (*self._zero_ranges, (offset, size))
+        self._require_inside(offset, size)
+        if (offset, size) not in self._zero_ranges:
+            self._zero_ranges = (*self._zero_ranges, (offset, size))
         stop = min(offset + size, self.committed_bytes)
         if offset < stop:
             self.stream.driver.fill(self._address + offset, 0, stop - offset, stream=self.stream.handle)
@@ -228,6 +230,8 @@ class VaArena:
                 self._zero_or_wait(start, end, stream)
                 self._run.pieces += new
         except BaseException as error:
+            if self.committed_bytes >= end:  # the pages are there: a registration could not be put up again
+                raise
             self._run.abandon(new)
             if isinstance(error, DriverOOM):
                 wanted = num_bytes - self.committed_bytes
@@ -370,6 +374,10 @@ class VaArena:
         held = self._graphs.referenced(addr, size)
         if held is not None:
             raise RangeReferenced(f"{self!r} cannot give {size:,} bytes at {addr:#x} back: {held}")
+
+    def _require_inside(self, offset: int, size: int) -> None:
+        if offset < 0 or size <= 0 or offset + size > self.size_bytes:
+            raise ValueError(f"{self!r} has no {size:,} bytes at {offset:,}")
 
     def _require_awake(self) -> None:
         self._run.require_process()

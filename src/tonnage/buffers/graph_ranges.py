@@ -132,6 +132,11 @@ class GraphRanges:
     def __repr__(self) -> str:
         return f"<GraphRanges {len(self._graphs)} graphs, {len(self._registrations)} registrations, epoch {self.epoch}>"
 
+    @property
+    def num_edits(self) -> int:
+        """Runs of pages that were mapped or unmapped on the device so far; a steady state makes none."""
+        return self.epoch
+
     # capture and replay
 
     @contextmanager

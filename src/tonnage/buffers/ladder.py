@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -85,6 +86,9 @@ def _host_rungs(source: Source) -> Iterator[str]:
     source.stream.sync()
     yield f"stream {source.handle:#x} synchronised"
     yield f"the pinned pool gave {pinned.trim():,} bytes"
+    if source.kind is not MemoryKind.CPU:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        yield f"locked memory is limited to {limit:,} bytes" if limit >= 0 else "locked memory has no limit here"
 
 
 def _fill_of(source: Source) -> tuple[int, int, int | None]:

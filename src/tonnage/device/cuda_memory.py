@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.device.cuda_api import INVALID_CONTEXT, INVALID_VALUE
+from tonnage.device.cuda_api import INVALID_CONTEXT, INVALID_VALUE, OUT_OF_MEMORY
 from tonnage.device.cuda_context import describe
 from tonnage.device.cuda_probe import make_pool
 from tonnage.device.cuda_streams import CudaStreams
@@ -148,8 +148,12 @@ class CudaMemory(CudaStreams):
             status, *values = self._api.function(name)(*args)
             if not status:
                 return status, *values
-        asked = describe(args[0], "pool memory") if name == "cuMemAllocFromPoolAsync" else "nothing"
-        raise self._failed(name, status, asked)
+        if name != "cuMemAllocFromPoolAsync":
+            raise self._failed(name, status, "nothing")
+        if int(status) == OUT_OF_MEMORY:
+            # A pool that could not serve keeps what it took from the device on the way: all of it (measured).
+            self._call("cuMemPoolTrimTo", args[1], 0)
+        raise self._failed(name, status, describe(args[0], "pool memory"))
 
     def _free(self, call: str, name: str, book: dict[int, int], addr: int) -> None:
         self._check(call)

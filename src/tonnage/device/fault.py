@@ -20,6 +20,8 @@ ALLOCATING = frozenset(
 RELEASING = frozenset(
     ("va_free", "phys_release", "unmap", "pool_destroy", "pool_free", "mem_free", "host_free", "multicast_unbind")
 )
+#: The calls that wait for the device, and so hear of what went wrong on it since the last one.
+WAITING = frozenset(("stream_sync", "event_sync", "device_sync"))
 
 
 class FaultDriver(DriverDecorator):
@@ -30,6 +32,7 @@ class FaultDriver(DriverDecorator):
     """
 
     _first: int | None
+    _owed: str
     num_calls: int
     num_injected: int
     by_call: Counter[str]
@@ -58,17 +61,19 @@ class FaultDriver(DriverDecorator):
         error: type[DriverError] | None = None,
         code: str | None = None,
         in_rollback: bool = False,
+        late: bool = False,
     ) -> None:
         """Set it again and start the counts anew; ``nth=None`` fails nothing.
 
         forever      call ``nth`` fails and all after it; otherwise it and the ``times`` - 1 that follow it
         error, code  what is raised; None for what the driver was made with
         in_rollback  the first call that gives something back after the failure fails too, once
+        late         the call is done, and the next one that waits for the device fails in its place
         """
         self._set(calls, error, code)
         self._first = nth
         self._last = float("inf") if forever or nth is None else nth + times - 1
-        self._rollback = "armed" if in_rollback else ""
+        self._rollback, self._late = "armed" if in_rollback else "", late
 
     def arm_random(
         self,
@@ -85,20 +90,26 @@ class FaultDriver(DriverDecorator):
 
     def count(self, call: str) -> None:
         """One more call that could fail; raises when it is its turn."""
-        if call not in self._calls:  # it gives something back
-            if self._rollback == "due":
+        if self._owed and call in WAITING:
+            which, self._owed = self._owed, ""
+            self._inject(call, which, self._error)
+        if call not in self._calls:
+            if self._rollback == "due" and call in RELEASING:
                 self._rollback = "spent"
                 self._inject(call, "the first call of the roll-back", DriverError)
             return
         self.num_calls += 1
         self.by_call[call] += 1
         if self._is_due():
-            if self._rollback == "armed":
-                self._rollback = "due"
-            self._inject(call, f"call {self.num_calls} of those that can fail", self._error)
+            self._rollback = self._rollback and "due"
+            if self._late:
+                self._owed = f"{call}, call {self.num_calls} of those that can fail, failed on the device"
+            else:
+                self._inject(call, f"call {self.num_calls} of those that can fail", self._error)
 
     def _around(self, call: str) -> Call | None:
-        if call not in self._calls and not (self._rollback and call in RELEASING):
+        watched = self._calls | (RELEASING if self._rollback else set()) | (WAITING if self._late else set())
+        if call not in watched:
             return None
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -113,6 +124,7 @@ class FaultDriver(DriverDecorator):
         self._calls, self._error, self._code = calls, error or self._default_error, code or self._default_code
         self._first, self._last, self._probability = None, 0.0, 0.0
         self._rollback = ""  # then armed, due (the call before it failed) and spent
+        self._late, self._owed = False, ""
         self.num_calls, self.num_injected, self.by_call = 0, 0, Counter()
         self._forget()
 

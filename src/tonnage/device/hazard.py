@@ -168,6 +168,7 @@ class HazardDriver(DriverDecorator):
         self._require_idle("unmap", addr, size)
         self._require_quiet("unmap", addr, size)
         self.wrapped.unmap(addr, size)
+        self._clock.forget_span((addr, size))
         for one in self._places.mapped.overlapping(addr, size):
             self._places.mapped.remove(one.start)
 
@@ -324,6 +325,7 @@ class HazardDriver(DriverDecorator):
         getattr(self.wrapped, call)(addr)
         if found is not None:
             self._places.free(addr, call, remember=remember)
+            self._clock.forget_span((addr, found.size))  # told above, if it was one
 
     # what is painted
 
