@@ -87,6 +87,18 @@ def test_it_shrinks_to_what_graphs_hold_and_no_further(buffer: StableBuffer, dri
     assert buffer.num_bytes == 0
 
 
+def test_a_graph_may_be_bound_to_less_than_all_of_it(buffer: StableBuffer) -> None:
+    graphs = graph_ranges(buffer.stream.device)
+    buffer.grow(4 * PAGE)
+    number = buffer.exports.add("a tensor")
+    with graphs.capture("paged") as capture:
+        capture.only(buffer, PAGE)
+    buffer.exports.drop(number)
+    assert [(one.addr, one.size) for one in graphs.ranges("paged")] == [(buffer.address, PAGE)]
+    assert buffer.shrink(PAGE) == 3 * PAGE
+    graphs.destroy("paged")
+
+
 def test_over_somebodys_arena_it_gives_back_memory_but_not_the_arena(driver: HostDriver) -> None:
     arena = VaArena(Stream(Device(driver)), ledger=Ledger(0, 1), owner="kv", line=LineKind.KV, reserve_bytes=10 * PAGE)
     buffer = StableBuffer(arena, num_bytes=3 * PAGE)

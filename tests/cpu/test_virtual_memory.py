@@ -243,6 +243,17 @@ def test_a_wake_that_finds_too_little_changes_nothing_and_succeeds_later(bench: 
     assert is_intact(asleep)
 
 
+def test_a_wake_takes_what_our_own_pool_keeps_and_nobody_uses(bench: Bench) -> None:
+    bench.allocate(20, "kv")
+    bench.memory.release("kv")
+    pool = bench.device.pool.ensure()
+    assert pool is not None
+    bench.host.pool_free(bench.host.pool_alloc(pool, 50 * PAGE, stream=0), stream=0)
+    assert bench.host.mem_info()[0] == 14 * PAGE
+    assert bench.memory.materialize("kv").num_chunks == 1
+    assert bench.device.pool.stats().reserved_bytes == 0
+
+
 def test_a_margin_is_left_alone(bench: Bench) -> None:
     bench.allocate(60, "kv")
     bench.memory.release("kv")

@@ -115,6 +115,10 @@ class VaArena:
         return self._exports.is_alive
 
     @property
+    def root(self) -> VaArena:
+        return self
+
+    @property
     def committed_bytes(self) -> int:
         """Leading bytes that have memory, or have it again after ``materialize``; in whole pages."""
         if self.path == "static":

@@ -12,6 +12,7 @@ from tonnage.buffers.chunk import State
 from tonnage.buffers.device import Device
 from tonnage.buffers.entries import Entry, Ranges
 from tonnage.buffers.fences import Mark
+from tonnage.buffers.ladder import relieve
 from tonnage.buffers.restore import Restorer
 from tonnage.buffers.stream import Stream
 from tonnage.device.driver import Driver
@@ -177,9 +178,13 @@ class Batch:
         return failure
 
     def _preflight(self, asleep: Sequence[Entry], margin_bytes: int, tags: tuple[str, ...]) -> None:
-        free, _ = self.driver.mem_info()
-        if sum(entry.extent.padded_bytes for entry in asleep) + margin_bytes > free:
-            raise self._refused(asleep, margin_bytes, tags, detail="nothing was tried")
+        """Refuse before anything is touched, once what our own caches and neighbours in this process keep is asked."""
+        need_bytes = sum(entry.extent.padded_bytes for entry in asleep) + margin_bytes
+        if need_bytes <= self.driver.mem_info()[0]:
+            return
+        told = "; ".join(relieve(self.device, need_bytes))
+        if need_bytes > self.driver.mem_info()[0]:
+            raise self._refused(asleep, margin_bytes, tags, detail=told)
 
     def _refused(
         self, asleep: Sequence[Entry], margin_bytes: int, tags: tuple[str, ...], *, detail: str

@@ -33,6 +33,9 @@ class Stable(Protocol):
     def committed_bytes(self) -> int: ...
     @property
     def has_views(self) -> bool: ...
+    @property
+    def root(self) -> Stable:
+        """Itself, or the memory that it is a part or another name of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Capture:
         For memory reached through tables that the caller rewrites before a replay: paged KV, say, whose tail may go
         once no table names a block of it.
         """
-        self._limits[id(memory)] = (memory, num_bytes)
+        self._limits[id(memory.root)] = (memory.root, num_bytes)
 
     def hand_out(self, memory: Stable) -> None:
         self._handed_out[id(memory)] = memory

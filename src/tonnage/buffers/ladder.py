@@ -13,6 +13,7 @@ from tonnage.terms import MemoryKind
 
 if TYPE_CHECKING:
     from tonnage.buffers.buffer import Buffer
+    from tonnage.buffers.device import Device
     from tonnage.buffers.kinds import Source
     from tonnage.ledger import Ledger
 
@@ -69,15 +70,19 @@ def sweep(source: Source) -> int:
     return num_closed
 
 
-def _device_rungs(source: Source, size_bytes: int) -> Iterator[str]:
-    device = source.stream.device
-    yield f"{sweep(source)} forgotten buffers closed"
-    source.stream.sync()
-    yield f"stream {source.handle:#x} synchronised"
+def relieve(device: Device, size_bytes: int) -> Iterator[str]:
+    """What may bring ``size_bytes`` of device memory back whoever wants them, one rung a step."""
     yield f"our pool gave {device.pool.trim(0):,} bytes"
     yield f"{device.fences.reap()} waiting frees done"
     relief = device.pressure.relieve(size_bytes)
     yield from relief.told or ("nobody registered to give memory back",)
+
+
+def _device_rungs(source: Source, size_bytes: int) -> Iterator[str]:
+    yield f"{sweep(source)} forgotten buffers closed"
+    source.stream.sync()
+    yield f"stream {source.handle:#x} synchronised"
+    yield from relieve(source.stream.device, size_bytes)
 
 
 def _host_rungs(source: Source) -> Iterator[str]:

@@ -99,6 +99,10 @@ class StableBuffer:
     def has_views(self) -> bool:
         return self.arena.has_views
 
+    @property
+    def root(self) -> VaArena:
+        return self.arena
+
     def grow(self, num_bytes: int, *, stream: Stream | None = None, timeout_s: float | None = None) -> None:
         """At least ``num_bytes`` from now on, in place. All or nothing; raises as ``VaArena.commit`` does."""
         if num_bytes > self.num_bytes:
