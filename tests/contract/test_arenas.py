@@ -9,15 +9,16 @@ from devices import CAPACITY, DEVICES, host, read, write
 
 from tonnage.buffers import Device, Stream, VaArena
 from tonnage.buffers.give_back import give_back, take_back
-from tonnage.buffers.graph_ranges import graph_ranges
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.stable import StableBuffer
+from tonnage.device.cuda import CudaDriver
 from tonnage.device.driver import Driver
 from tonnage.device.hazard import HazardDriver
 from tonnage.device.trace import TraceDriver
 from tonnage.errors import DeviceLost, DriverUnsupported, GraphRangeUnmapped, NotMaterialized, RangeReferenced
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind
+from unit.fake_cuda import FakeCuda
 
 
 class Bench:
@@ -47,7 +48,7 @@ class Bench:
             pytest.skip("without virtual memory, on purpose")
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=[*DEVICES, pytest.param(lambda: CudaDriver(api=FakeCuda()), id="cuda over a stand-in")])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     driver = request.param()
     bench = Bench(driver)
@@ -132,7 +133,7 @@ def test_exactly_what_was_committed_wakes_with_its_bytes(bench: Bench) -> None:
 
 def test_graphs_hold_what_they_replay_over(bench: Bench) -> None:
     bench.need_virtual()
-    graphs = graph_ranges(bench.stream.device)
+    graphs = bench.stream.device.graphs
     buffer = StableBuffer(bench.arena(tag="kv"), num_bytes=4 * bench.page)
     with graphs.capture("g"):
         buffer.address  # noqa: B018
@@ -171,7 +172,7 @@ def test_growth_takes_no_copy_and_a_steady_state_no_edit() -> None:
     assert not {"copy", "fill", "unmap", "va_free"} & set(calls)
     assert calls.count("va_reserve") == 1
     assert calls.count("phys_create") == calls.count("map") == calls.count("set_access") == 64
-    assert arena.num_edits == 128 == graph_ranges(bench.stream.device).num_edits * 2
+    assert arena.num_edits == 128 == bench.stream.device.graphs.num_edits * 2
     num_calls = len(driver.log)
     for _ in range(100):
         arena.commit(64 * bench.page)

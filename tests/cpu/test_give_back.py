@@ -18,7 +18,6 @@ import pytest
 
 from tonnage.buffers import Device, Stream, VaArena
 from tonnage.buffers.give_back import GivenBack, give_back, take_back
-from tonnage.buffers.graph_ranges import graph_ranges
 from tonnage.buffers.neighbours import Lender, ask, runtime_directory
 from tonnage.device.host import HostDriver
 from tonnage.errors import BufferInUse, BufferOOM, InvalidSetting, NotMaterialized
@@ -84,7 +83,7 @@ def test_less_than_was_asked_has_a_reason(
 
 
 def test_what_a_graph_holds_stays(arena: VaArena) -> None:
-    graphs = graph_ranges(arena.stream.device)
+    graphs = arena.stream.device.graphs
     with graphs.capture("g") as capture:
         capture.only(arena, 16 * PAGE + 1)
     found = give_back(arena, 10 * PAGE, deadline_s=5, vacate=leave)

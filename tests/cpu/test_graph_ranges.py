@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tonnage.buffers import Device, Stream, VaArena
-from tonnage.buffers.graph_ranges import GraphRanges, graph_ranges
+from tonnage.buffers.graph_ranges import GraphRanges
 from tonnage.device.host import HostDriver
 from tonnage.errors import CaptureError, GraphRangeUnmapped, RangeReferenced
 from tonnage.ledger import Ledger
@@ -36,7 +36,7 @@ def arena(driver: HostDriver):
 
 @pytest.fixture
 def graphs(arena: VaArena):
-    graphs = graph_ranges(arena.stream.device)
+    graphs = arena.stream.device.graphs
     yield graphs
     for graph_id in list(graphs._graphs):
         graphs.destroy(graph_id)
@@ -59,7 +59,7 @@ def ranges_of(graphs: GraphRanges, graph_id: str) -> set[tuple[int, int, str]]:
 
 
 def test_one_for_each_device(arena: VaArena, graphs: GraphRanges) -> None:
-    assert graph_ranges(arena.stream.device) is graphs
+    assert arena.stream.device.graphs is graphs
     assert "0 graphs, 0 registrations" in repr(graphs)
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tonnage.buffers import Device, Stream, VaArena
-from tonnage.buffers.graph_ranges import graph_ranges
 from tonnage.buffers.stable import StableBuffer
 from tonnage.device.host import HostDriver
 from tonnage.errors import BufferInUse, BufferOOM, RangeReferenced
@@ -67,7 +66,7 @@ def test_nothing_is_left_of_one_that_could_not_be_made(driver: HostDriver) -> No
 
 
 def test_it_shrinks_to_what_graphs_hold_and_no_further(buffer: StableBuffer, driver: HostDriver) -> None:
-    graphs = graph_ranges(buffer.stream.device)
+    graphs = buffer.stream.device.graphs
     buffer.grow(4 * PAGE)
     with graphs.capture("decode 8"):
         buffer.address  # noqa: B018 - reading it is using the buffer
@@ -88,7 +87,7 @@ def test_it_shrinks_to_what_graphs_hold_and_no_further(buffer: StableBuffer, dri
 
 
 def test_a_graph_may_be_bound_to_less_than_all_of_it(buffer: StableBuffer) -> None:
-    graphs = graph_ranges(buffer.stream.device)
+    graphs = buffer.stream.device.graphs
     buffer.grow(4 * PAGE)
     number = buffer.exports.add("a tensor")
     with graphs.capture("paged") as capture:

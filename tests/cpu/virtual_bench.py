@@ -7,7 +7,6 @@ from typing import Any
 
 from tonnage.buffers import Device, Stream
 from tonnage.buffers.chunk import State
-from tonnage.buffers.graph_ranges import graph_ranges
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.scopes import ScopeConfig
 from tonnage.buffers.virtual import VirtualAllocation, VirtualMemory
@@ -31,7 +30,7 @@ class Bench:
         self.device = Device(self.fault)
         self.stream = Stream(self.device)
         self.memory = VirtualMemory(self.device)
-        self.ranges = graph_ranges(self.device)
+        self.ranges = self.device.graphs
         self.ledger = Ledger(0, CAPACITY)
         self.made: list[VirtualAllocation] = []
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tonnage.buffers import Device, Stream, VaArena
-from tonnage.buffers.graph_ranges import GraphRanges, graph_ranges
+from tonnage.buffers.graph_ranges import GraphRanges
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.stable import StableBuffer
 from tonnage.errors import BufferInUse, CaptureError, GraphRangeUnmapped, RangeReferenced
@@ -116,7 +116,7 @@ def replay_is_right(graphs: GraphRanges, graph, view, half: int, seed: int) -> N
 def test_replays_are_right_after_growth_a_refused_shrink_and_a_sleep(stream: Stream) -> None:
     import torch
 
-    graphs = graph_ranges(stream.device)
+    graphs = stream.device.graphs
     buffer = make(stream, num_bytes=256 * MiB)
     graph, view, half = captured(buffer, graphs, 256 * MiB)
     replay_is_right(graphs, graph, view, half, 1)

@@ -17,11 +17,10 @@ from tonnage.cli import devices as verb
 from tonnage.device import cuda_api
 from tonnage.device.paths import (
     ATTRIBUTES,
-    AllocationPath,
     Found,
     State,
     found_in,
-    path_in_use,
+    in_use,
     paths,
     promised,
     surroundings,
@@ -29,6 +28,8 @@ from tonnage.device.paths import (
 from tonnage.errors import DriverUnsupported
 
 Program = Callable[..., Ended]
+
+BEST = {"arenas": "virtual memory", "scopes": "virtual memory", "buffers": "private pool"}
 
 
 class NvmlError(Exception):
@@ -86,7 +87,7 @@ def test_without_a_gpu_it_says_why_and_shows_the_host(
     made, table = asked(tonnage, *argv)
     assert made["schema"] == "tonnage.devices/1"
     (host,) = made["devices"]
-    assert (host["kind"], host["path"], host["single_path"]) == ("host", "virtual memory", "private pool")
+    assert (host["kind"], host["in_use"]) == ("host", BEST)
     assert host["total_bytes"] > host["free_bytes"] > 0
     assert "NO_DRIVER" in made["no_cuda"]
     assert "No CUDA device. cuInit failed: NO_DRIVER (the library cannot be loaded). Everything runs on the" in table
@@ -121,11 +122,11 @@ def test_probing_tries_and_gives_everything_back(tonnage: Program, cuda: FakeCud
     assert cuda.host.used_bytes == 0
     assert (card["is_probed"], card["page_bytes"]) == (True, PAGE)
     assert [one["state"] for one in card["paths"]] == ["yes", "yes", "yes"]
-    assert (card["path"], card["single_path"]) == ("virtual memory", "private pool")
+    assert card["in_use"] == BEST
     assert all(one["costs"] == one["reason"] == "" for one in card["paths"])
     assert card["own_source"].startswith("inferred from free memory")
     assert "NVML lists 2 processes" in card["own_source"]
-    assert "arenas, scopes virtual memory single buffers private pool" in table
+    assert "arenas virtual memory scopes virtual memory buffers private pool" in table
     assert "torch takes its segments itself" in table
     assert "no cc" in table
 
@@ -136,7 +137,7 @@ def test_what_is_absent_is_told_with_its_code_and_its_price(tonnage: Program, cu
     made, table = asked(tonnage, "--probe")
     card = made["devices"][1]
     virtual, pool, plain = card["paths"]
-    assert (card["path"], card["single_path"]) == ("synchronous", "synchronous")
+    assert set(card["in_use"].values()) == {"synchronous"}
     assert [one["state"] for one in (virtual, pool, plain)] == ["no", "no", "yes"]
     assert virtual["reason"] == "cuMemCreate: NOT_SUPPORTED (801)"
     assert "before CUDA graphs are captured" in virtual["costs"]
@@ -149,7 +150,7 @@ def test_what_is_absent_is_told_with_its_code_and_its_price(tonnage: Program, cu
 def test_an_attribute_is_enough_for_an_absence(tonnage: Program, cuda: FakeCuda) -> None:
     cuda.attributes["VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED"] = 0
     card = asked(tonnage)[0]["devices"][1]
-    assert (card["path"], card["single_path"]) == ("private pool", "private pool")
+    assert card["in_use"] == {"arenas": "synchronous", "scopes": "private pool", "buffers": "private pool"}
     assert card["paths"][0]["reason"] == "CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED is 0"
 
 
@@ -170,7 +171,7 @@ def test_a_card_that_fails_is_a_line_and_not_an_end(
     card = made["devices"][1]
     assert told in card["problem"]
     assert told in table
-    assert (card["is_probed"], card["paths"], card["path"]) == (False, [], "")
+    assert (card["is_probed"], card["paths"], card["in_use"]) == (False, [], {})
     assert card["total_bytes"] == CAPACITY
 
 
@@ -220,20 +221,21 @@ def test_several_cards_are_listed_in_their_order(tonnage: Program, cuda: FakeCud
 
 
 @pytest.mark.parametrize(
-    ("vmm", "pools", "arenas", "single"),
+    ("vmm", "pools", "arenas", "scopes", "buffers"),
     [
-        (State.YES, State.YES, AllocationPath.VIRTUAL, AllocationPath.POOL),
-        (State.PROMISED, State.NO, AllocationPath.VIRTUAL, AllocationPath.SYNCHRONOUS),
-        (State.NO, State.PROMISED, AllocationPath.POOL, AllocationPath.POOL),
-        (State.NO, State.NO, AllocationPath.SYNCHRONOUS, AllocationPath.SYNCHRONOUS),
+        (State.YES, State.YES, "VIRTUAL", "VIRTUAL", "POOL"),
+        (State.PROMISED, State.NO, "VIRTUAL", "VIRTUAL", "SYNCHRONOUS"),
+        (State.NO, State.PROMISED, "SYNCHRONOUS", "POOL", "POOL"),
+        (State.NO, State.NO, "SYNCHRONOUS", "SYNCHRONOUS", "SYNCHRONOUS"),
     ],
 )
 def test_the_first_path_that_is_there_is_in_use(
-    vmm: State, pools: State, arenas: AllocationPath, single: AllocationPath
+    vmm: State, pools: State, arenas: str, scopes: str, buffers: str
 ) -> None:
     ways = paths([Found(capability="vmm", state=vmm), Found(capability="pools", state=pools)])
-    assert path_in_use(ways, single=False).path is arenas
-    assert path_in_use(ways, single=True).path is single
+    assert {who: way.path.name for who, way in in_use(ways).items()} == {
+        "arenas": arenas, "scopes": scopes, "buffers": buffers,
+    }  # fmt: skip
     assert [bool(one.costs) for one in ways] == [vmm is State.NO, pools is State.NO, False]
 
 

@@ -10,7 +10,7 @@ from tonnage.buffers.buffer import Buffer
 from tonnage.buffers.device import Device
 from tonnage.buffers.fences import Fences, Mark
 from tonnage.buffers.give_back import GivenBack, give_back, take_back
-from tonnage.buffers.graph_ranges import Capture, GraphRanges, Registration, graph_ranges
+from tonnage.buffers.graph_ranges import Capture, GraphRanges, Registration
 from tonnage.buffers.group import Group, ThreadGroup
 from tonnage.buffers.manager import BufferManager, BufferStats
 from tonnage.buffers.memory import Exports, Memory
@@ -60,7 +60,6 @@ __all__ = [
     "VirtualMemory",
     "Wake",
     "give_back",
-    "graph_ranges",
     "pop_vm",
     "preserve_contents",
     "push_vm",

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tonnage.buffers.fences import Fences
 from tonnage.device.driver import Driver
 
 if TYPE_CHECKING:
+    from tonnage.buffers.graph_ranges import GraphRanges
     from tonnage.buffers.pinned_pool import PinnedPool
     from tonnage.buffers.pool import DevicePool
     from tonnage.buffers.pressure import Pressure
     from tonnage.buffers.virtual import VirtualMemory
+
+
+T = TypeVar("T")
+
+
+class _once(cached_property[T]):
+    """Made by the first thread that asks, and by it alone; Python's own takes no lock from 3.12 on."""
+
+    def __get__(self, device: Any, owner: type | None = None) -> T:  # type: ignore[override]
+        with device._lock:
+            return super().__get__(device, owner)
 
 
 class Device:
@@ -23,33 +36,41 @@ class Device:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        self._lock = threading.RLock()
         self.fences = Fences(driver)
 
     def __repr__(self) -> str:
         return f"<Device {self.driver.uuid}>"
 
-    @cached_property
+    @_once
     def pool(self) -> DevicePool:
         """The private stream-ordered pool, or what stands in for one where the device has none."""
         from tonnage.buffers.pool import DevicePool
 
         return DevicePool(self.driver)
 
-    @cached_property
+    @_once
     def pinned(self) -> PinnedPool:
         """Pinned host memory, kept and handed out again."""
         from tonnage.buffers.pinned_pool import PinnedPool
 
         return PinnedPool(self)
 
-    @cached_property
+    @_once
     def pressure(self) -> Pressure:
         """Who can give memory back when it runs out."""
         from tonnage.buffers.pressure import Pressure
 
         return Pressure()
 
-    @cached_property
+    @_once
+    def graphs(self) -> GraphRanges:
+        """What captured graphs replay over and what is registered by physical page."""
+        from tonnage.buffers.graph_ranges import GraphRanges
+
+        return GraphRanges()
+
+    @_once
     def virtual(self) -> VirtualMemory:
         """Memory with tags that can be released and materialised at the same addresses."""
         from tonnage.buffers.virtual import VirtualMemory

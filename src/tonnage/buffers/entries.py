@@ -22,6 +22,10 @@ class Extent(Protocol):
         """Physical bytes while materialised."""
 
     @property
+    def leftover_bytes(self) -> int:
+        """Physical bytes out of use that the driver did not take back; 0 where that is not known."""
+
+    @property
     def spans(self) -> Sequence[Span]: ...
 
 
@@ -32,6 +36,7 @@ class FixedExtent:
     address: int
     requested_bytes: int
     padded_bytes: int
+    leftover_bytes: int = 0
 
     @property
     def spans(self) -> Sequence[Span]:
@@ -97,7 +102,9 @@ class Entry:
         """Physical bytes that it takes now. Memory whose release failed counts: it is ours until it is known gone."""
         if self.run is not None:
             return self.run.held_bytes
-        return self.extent.padded_bytes if self.chunk.is_releasable or self.chunk.is_terminal else 0
+        left_bytes = self.extent.leftover_bytes
+        is_lost = self.chunk.is_terminal and not left_bytes  # all of it, for all that anybody knows
+        return left_bytes + (self.extent.padded_bytes if self.chunk.is_releasable or is_lost else 0)
 
     def book(self) -> None:
         """Bring the account to what is held. Raises ``LedgerError`` after a strict seal, with nothing booked."""

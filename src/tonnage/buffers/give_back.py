@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tonnage.buffers.arena import VaArena
-from tonnage.buffers.graph_ranges import graph_ranges
 from tonnage.errors import BufferInUse, BufferOOM, NotMaterialized
 
 
@@ -81,9 +80,9 @@ def _least_to_keep(arena: VaArena, target: int, vacate: Callable[[int], int]) ->
     needed = vacate(target)
     if needed > target:
         reasons.append(f"its user still needs {needed:,} bytes")
-    held = graph_ranges(arena.stream.device).referenced_bytes(arena.address, arena.committed_bytes)
+    held = arena.stream.device.graphs.referenced_bytes(arena.address, arena.committed_bytes)
     if held > max(target, needed):
-        what = graph_ranges(arena.stream.device).referenced(arena.address + held - 1, 1)
+        what = arena.stream.device.graphs.referenced(arena.address + held - 1, 1)
         reasons.append(f"{what}")
     return max(target, needed, held), reasons
 

@@ -10,14 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from tonnage.device.ranges import RangeBook
 from tonnage.errors import CaptureError, GraphRangeUnmapped, RangeReferenced
-
-if TYPE_CHECKING:
-    from tonnage.buffers.device import Device
 
 T = TypeVar("T")
 
@@ -322,12 +319,6 @@ class GraphRanges:
                 self._unmapped.add(hole.start, addr - hole.start, hole.value)
             if hole.end > addr + size:
                 self._unmapped.add(addr + size, hole.end - addr - size, hole.value)
-
-
-def graph_ranges(device: Device) -> GraphRanges:
-    """The one of ``device``, made when it is first asked for."""
-    found: GraphRanges = vars(device).setdefault("graphs", GraphRanges())
-    return found
 
 
 def _told(touched: Touched) -> str:

@@ -112,7 +112,7 @@ class Pooled(Source):
                 f"a gpu buffer of {size_bytes:,} bytes is asked for while stream {handle:#x} is being captured: "
                 "allocate before the capture, or ask with graph_memory=True"
             )
-        address = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=handle)  # type: ignore[arg-type]
+        address = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=handle)
         try:
             buffer.account.add(size_bytes, size_bytes, stream=handle)
         except BaseException:
@@ -150,7 +150,7 @@ class InGraph(Pooled):
     def obtain(self, buffer: Buffer, size_bytes: int) -> None:
         buffer.account.add(size_bytes, 0, stream=self.handle)
         try:
-            buffer.base = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=self.handle)  # type: ignore[arg-type]
+            buffer.base = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=self.handle)
         except BaseException:
             buffer.account.sub(size_bytes, 0, stream=self.handle)
             raise

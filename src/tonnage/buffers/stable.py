@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tonnage.buffers.arena import DEFAULT_CHUNK_BYTES, VaArena
-from tonnage.buffers.graph_ranges import graph_ranges
 from tonnage.buffers.memory import Exports
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.stream import Stream
@@ -118,7 +117,7 @@ class StableBuffer:
         if num_bytes >= self.num_bytes:
             return 0
         start = self.arena.address + max(0, num_bytes)
-        held = graph_ranges(self.stream.device).referenced(start, self.num_bytes - max(0, num_bytes))
+        held = self.stream.device.graphs.referenced(start, self.num_bytes - max(0, num_bytes))
         if held is not None:
             raise RangeReferenced(f"{self!r} cannot shrink to {num_bytes:,} bytes: {held}")
         given_bytes = self.arena.decommit(num_bytes, timeout_s=timeout_s)

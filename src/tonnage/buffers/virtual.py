@@ -87,7 +87,7 @@ class VirtualMemory:
         self.device, self._driver = device, device.driver
         self.backings = Backings(device.driver)
         self.margin_bytes, self.verify = 0, False
-        self._ranges: Ranges = _ranges_of(device) if ranges is None else ranges
+        self._ranges: Ranges = device.graphs if ranges is None else ranges
         self._registry = Registry(device.driver, self._ranges)
         self._process = os.getpid()
 
@@ -390,9 +390,3 @@ class VirtualMemory:
         except DriverOOM:
             self._driver.device_sync()
             return Mark(self._driver, [])
-
-
-def _ranges_of(device: Device) -> Ranges:
-    from tonnage.buffers.graph_ranges import graph_ranges
-
-    return graph_ranges(device)

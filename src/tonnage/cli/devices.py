@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from tonnage.cli import options as opt
 if TYPE_CHECKING:
     from tonnage.device.cuda import CudaDevice
     from tonnage.device.nvml import Nvml
-    from tonnage.device.paths import Found, PathFound
+    from tonnage.device.paths import AllocationPath, Found, PathFound
 
 SCHEMA = "tonnage.devices/1"
 NOT_PROBED = "not probed: --probe opens the device and tries"
@@ -41,7 +42,7 @@ class DeviceReport:
 
     free_source     where ``free_bytes`` is from
     others          who else is on it; ``others_told`` says why that is not known
-    path, single_path   of arenas and scopes, and of single buffers
+    in_use          the path that arenas, buffers in a scope, and other buffers take
     own_source      how the ledger would know what this process holds
     context_bytes   what opening it took; only where it was probed
     surroundings    what around it explains that it can do less
@@ -58,8 +59,7 @@ class DeviceReport:
     others: tuple[Process, ...] | None = None
     others_told: str = ""
     is_probed: bool
-    path: str = ""
-    single_path: str = ""
+    in_use: Mapping[str, AllocationPath] = field(default_factory=dict)
     paths: tuple[PathFound, ...] = ()
     capabilities: tuple[Found, ...] = ()
     page_bytes: int | None = None
@@ -119,7 +119,7 @@ def _host() -> DeviceReport:
     """The machine's memory as a device; opening it costs nothing."""
     from tonnage.device.host import HostDriver
     from tonnage.device.machine import host_memory
-    from tonnage.device.paths import found_in, path_in_use, paths
+    from tonnage.device.paths import found_in, in_use, paths
     from tonnage.device.process import process_memory
     from tonnage.errors import DriverError
     from tonnage.units import MiB
@@ -148,8 +148,7 @@ def _host() -> DeviceReport:
     ways = paths(found)
     return DeviceReport(
         **known,  # type: ignore[arg-type]
-        path=path_in_use(ways, single=False).path,
-        single_path=path_in_use(ways, single=True).path,
+        in_use={who: way.path for who, way in in_use(ways).items()},
         paths=ways,
         capabilities=found,
         page_bytes=capabilities.page_bytes,
@@ -158,7 +157,7 @@ def _host() -> DeviceReport:
 
 def _card(device: CudaDevice, *, probe: bool) -> DeviceReport:
     from tonnage.device.nvml import Nvml
-    from tonnage.device.paths import path_in_use, paths, surroundings
+    from tonnage.device.paths import in_use, paths, surroundings
 
     nvml = Nvml(device.uuid)
     # Before it is opened: what is free counts no context of ours, and everyone on it is somebody else.
@@ -180,8 +179,7 @@ def _card(device: CudaDevice, *, probe: bool) -> DeviceReport:
         others=others,
         others_told=others_told,
         is_probed=probe and not seen.problem,
-        path=path_in_use(ways, single=False).path if ways else "",
-        single_path=path_in_use(ways, single=True).path if ways else "",
+        in_use={who: way.path for who, way in in_use(ways).items()} if ways else {},
         paths=ways,
         capabilities=seen.found,
         page_bytes=seen.page_bytes,

@@ -51,9 +51,8 @@ def _rows(device: DeviceReport) -> Iterator[tuple[str, str]]:
     yield "total", maybe_bytes(device.total_bytes)
     yield "free", f"{maybe_bytes(device.free_bytes)} ({device.free_source})"
     yield "processes", _others_text(device)
-    if device.paths:
-        yield "arenas, scopes", _way_text(device, device.path)
-        yield "single buffers", _way_text(device, device.single_path)
+    for who, path in device.in_use.items():
+        yield who, _way_text(device, path)
     for way in device.paths:
         if way.state is State.NO:
             yield f"no {way.path}", f"{way.reason}. The price: {way.costs}."

@@ -1,14 +1,13 @@
 """Which way memory is asked for on a device, why not a better one, and what that costs.
 
-Three paths, the best first: virtual memory, a private pool, the driver's plain allocation. Arenas and scopes take the
-first that is there; single buffers begin at the pool. What a device can do is read from its driver (``found_in``), or
-from attributes alone where it is not opened (``promised``).
+Three paths, the best first: virtual memory, a private pool, the driver's plain allocation. What a device can do is
+read from its driver (``found_in``), or from attributes alone where it is not opened (``promised``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -70,8 +69,8 @@ _PATHS = (
     (
         AllocationPath.VIRTUAL,
         "vmm",
-        "the KV pool is sized before CUDA graphs are captured and keeps that size; nothing sleeps and wakes at its "
-        "address; memory that grows is allocated anew and copied, and both copies are held meanwhile",
+        "the KV pool is sized before CUDA graphs are captured and neither grows nor shrinks; nothing sleeps and wakes "
+        "at its address; a buffer that grows is allocated anew and copied, and both copies are held meanwhile",
     ),
     (
         AllocationPath.POOL,
@@ -79,6 +78,13 @@ _PATHS = (
         "every free waits for the device: 83 to 828 microseconds for an allocation and its free; a pool takes 2.9",
     ),
 )
+
+#: Who asks for memory, and the paths it takes, the best first. An arena without virtual memory is one plain allocation.
+TAKES = {
+    "arenas": (AllocationPath.VIRTUAL, AllocationPath.SYNCHRONOUS),
+    "scopes": (AllocationPath.VIRTUAL, AllocationPath.POOL, AllocationPath.SYNCHRONOUS),
+    "buffers": (AllocationPath.POOL, AllocationPath.SYNCHRONOUS),
+}
 
 #: Read from the attribute only, whoever asks: making such an object can put the GPUs of a whole host out of service.
 _NEVER_TRIED = frozenset({"multicast", "concurrent_managed", "host_register"})
@@ -123,10 +129,10 @@ def paths(found: Sequence[Found]) -> tuple[PathFound, ...]:
     return (*told, PathFound(path=AllocationPath.SYNCHRONOUS, state=State.YES))
 
 
-def path_in_use(found: Sequence[PathFound], *, single: bool) -> PathFound:
-    """The path of arenas and scopes, or with ``single`` that of single buffers: the first that is not known absent."""
-    usable = [one for one in found if one.state is not State.NO]
-    return next(one for one in usable if not (single and one.path is AllocationPath.VIRTUAL))
+def in_use(found: Sequence[PathFound]) -> Mapping[str, PathFound]:
+    """The path of each that takes memory: the first of its paths that is not known to be absent."""
+    by_path = {one.path: one for one in found if one.state is not State.NO}
+    return {who: next(by_path[path] for path in takes if path in by_path) for who, takes in TAKES.items()}
 
 
 def surroundings(device_name: str, *, root: Path = Path("/")) -> tuple[str, ...]:
