@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from tonnage.buffers.chunk import Chunk, Piece, State
-from tonnage.buffers.ladder import relieve
 from tonnage.buffers.memory import Exports, out_of_memory
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.runs import ArenaRun, lay_out
@@ -25,8 +23,6 @@ from tonnage.errors import (
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind, MemoryKind
 from tonnage.units import MiB, round_up
-
-_log = logging.getLogger(__name__)
 
 #: A large handle: few calls for a large commit.
 DEFAULT_CHUNK_BYTES = 64 * MiB
@@ -80,7 +76,7 @@ class VaArena:
         self._graphs = stream.device.graphs
         self._address, self.size_bytes = 0, round_up(reserve_bytes, self._page_bytes)
         self._account = ledger.open(owner=owner, line=line, memory=MemoryKind.GPU, tag=tag)
-        self._run = ArenaRun(stream.driver, self._account, edited=self._edited, peers=peers)
+        self._run = ArenaRun(stream.device, self._account, edited=self._edited, peers=peers)
         self._chunk: Chunk[list[Piece]] | None = None
         for offset, size in zero_ranges:
             self._require_inside(offset, size)
@@ -230,7 +226,7 @@ class VaArena:
         self._graphs.require_no_capture(f"a commit of {self!r}")
         self.stream.device.fences.require_no_capture(f"a commit of {self!r}")
         try:
-            self._create(new, end - start)  # touches no address, so before anything has to wait
+            self._run.create_pieces(new)  # touches no address, so before anything has to wait
             with self._edit(new[0].addr, end - start, unmaps=False, timeout_s=timeout_s):
                 self._run.map_pieces(new)
                 self._run.book(new)
@@ -244,15 +240,6 @@ class VaArena:
                 wanted = num_bytes - self.committed_bytes
                 raise out_of_memory(error, self.stream, size_bytes=wanted, owner=self.owner) from error
             raise
-
-    def _create(self, new: list[Piece], size_bytes: int) -> None:
-        """Memory for ``new``, once more after our own caches and who registered to give were asked for theirs."""
-        try:
-            self._run.create_pieces(new)
-        except DriverOOM:
-            for told in relieve(self.stream.device, size_bytes):
-                _log.info("no memory for %r: %s", self, told)
-            self._run.create_pieces(new)
 
     def _shrink(self, gone: list[Piece], timeout_s: float | None) -> None:
         end = gone[-1].addr + gone[-1].size

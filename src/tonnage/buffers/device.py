@@ -25,7 +25,8 @@ class _once(cached_property[T]):
 
     def __get__(self, device: Any, owner: type | None = None) -> T:  # type: ignore[override]
         with device._lock:
-            return super().__get__(device, owner)
+            made: T = super().__get__(device, owner)
+            return made
 
 
 class Device:

@@ -13,8 +13,9 @@ from contextlib import suppress
 from itertools import chain
 
 from tonnage.buffers.chunk import PageRun, Piece
-from tonnage.device.driver import Driver
-from tonnage.errors import DeviceLost, DriverError, ForkedProcess, LedgerError
+from tonnage.buffers.device import Device
+from tonnage.buffers.ladder import relieve
+from tonnage.errors import DeviceLost, DriverError, DriverOOM, ForkedProcess, LedgerError
 from tonnage.ledger import Account
 
 _log = logging.getLogger(__name__)
@@ -57,17 +58,19 @@ class ArenaRun(PageRun):
 
     def __init__(
         self,
-        driver: Driver,
+        device: Device,
         account: Account,
         *,
         edited: Callable[[int, int, bool], None],
         peers: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(driver, [], peers=peers)
+        super().__init__(device.driver, [], peers=peers)
+        self._device = device
         self._account, self._edited = account, edited
         self._booked: set[int] = set()  # by id(): pieces that are booked are alive, in one of the lists
         self.poisoned: list[Piece] = []
         self.kept: list[Piece] = []
+        self._refusal: DriverError | None = None  # why the last of them is kept
         self.requested_bytes = self.num_edits = 0
         self._is_up = True
         self._process = os.getpid()
@@ -138,6 +141,15 @@ class ArenaRun(PageRun):
         with suppress(DeviceLost):
             self.take_away(pieces)
 
+    def create_pieces(self, pieces: Sequence[Piece]) -> None:
+        """All or nothing; once more after our own caches, and whoever registered to give, were asked for theirs."""
+        try:
+            super().create_pieces(pieces)
+        except DriverOOM:
+            for told in relieve(self._device, sum(piece.size for piece in pieces if piece.handle is None)):
+                _log.info("no memory for %r: %s", self._account.owner, told)
+            super().create_pieces(pieces)
+
     def map_pieces(self, pieces: Sequence[Piece]) -> None:
         new = [piece for piece in pieces if not piece.mapped]
         super().map_pieces(pieces)
@@ -180,6 +192,7 @@ class ArenaRun(PageRun):
             raise
         except DriverError as error:
             _log.error("memory of %r was not taken back: %s", self._account.owner, error)
+            self._refusal = error
         for piece in free:
             if piece.handle is None:
                 self._unbook(piece)
@@ -200,7 +213,8 @@ class ArenaRun(PageRun):
             self.release_pieces(poisoned)
         self.sweep()
         if self.kept:
-            raise DriverError("phys_release", "KEPT", f"{self.leftover_bytes:,} bytes were not taken back")
+            told = f"{self.leftover_bytes:,} bytes were not taken back"
+            raise DriverError("phys_release", "KEPT", told) from self._refusal
 
     def _poison(self, piece: Piece) -> None:
         _log.error(
