@@ -35,6 +35,8 @@ from tonnage.ledger import Ledger
 from tonnage.terms import LineKind
 
 PAGE = 2**16
+#: The page of what looks at every byte after every step: the system's own.
+SMALL = os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
@@ -567,20 +569,20 @@ arena.commit({3 * PAGE})
 class ArenaMachine(RuleBasedStateMachine):
     """An arena against lists: what is committed, what is written there, whether it sleeps, where it ends."""
 
-    BULK, PAGES = 3, 30
+    BULK, PAGES, CAPACITY = 3, 30, 40
 
     @initialize(restore=st.sampled_from([Restore.CPU, Restore.MEMSET]), fine_from=st.sampled_from([None, 0, 7]))
     def start(self, restore: Restore, fine_from: int | None) -> None:
-        self.host = HostDriver(40 * PAGE, page_bytes=PAGE)
+        self.host = HostDriver(self.CAPACITY * SMALL, page_bytes=SMALL)
         self.fault = FaultDriver(self.host)
-        self.ledger = Ledger(0, 40 * PAGE)
+        self.ledger = Ledger(0, self.CAPACITY * SMALL)
         self.restore, self.fine_from = restore, fine_from
         self.arena = make(
             self.fault,
             self.ledger,
-            reserve_bytes=self.PAGES * PAGE,
-            chunk_bytes=self.BULK * PAGE,
-            fine_from_bytes=None if fine_from is None else fine_from * PAGE,
+            reserve_bytes=self.PAGES * SMALL,
+            chunk_bytes=self.BULK * SMALL,
+            fine_from_bytes=None if fine_from is None else fine_from * SMALL,
             tag="kv",
             restore=restore,
         )
@@ -601,23 +603,29 @@ class ArenaMachine(RuleBasedStateMachine):
         return found
 
     @precondition(lambda self: not self.asleep)
-    @rule(num_pages=st.integers(0, 30), fails=st.sampled_from([None, None, 1, 2, 5, 9]))
-    def commit(self, num_pages: int, fails: int | None) -> None:
+    @rule(num_pages=st.integers(0, 30), fails=st.sampled_from([None, None, 1, 2, 5, 9]), forever=st.booleans())
+    def commit(self, num_pages: int, fails: int | None, forever: bool) -> None:
         new = self.naive_handles(num_pages)
-        self.fault.arm(fails)
+        self.fault.arm(fails, forever=forever)
         edits = self.arena.num_edits
         try:
-            self.arena.commit(num_pages * PAGE)
+            self.arena.commit(num_pages * SMALL)
         except BufferOOM:
-            full = sum(new) + len(self.bytes) + self.lost + self.host.foreign_bytes // PAGE > 40
-            assert self.fault.num_injected or num_pages > self.end or full
+            assert self.refused(fails, forever, new) or num_pages > self.end or self.full(sum(new))
         else:
-            assert num_pages <= self.end or not new
-            assert self.fault.num_injected == 0
+            assert not new or (num_pages <= self.end and not self.full(sum(new)))
+            assert not self.refused(fails, forever, new)
             assert new or self.arena.num_edits == edits
             self.handles += new
             self.bytes += [None] * sum(new)
         self.fault.arm(None)
+
+    def full(self, num_new: int) -> bool:
+        return num_new + len(self.bytes) + self.lost + self.host.foreign_bytes // SMALL > self.CAPACITY
+
+    def refused(self, fails: int | None, forever: bool, handles: list[int]) -> bool:
+        """Memory that is refused once is asked for again; mapping it is not."""
+        return self.fault.num_injected > 0 and (forever or fails > len(handles))
 
     @precondition(lambda self: not self.asleep)
     @rule(num_pages=st.integers(0, 30), stuck=st.sampled_from([None, None, None, 0, 4, 9]))
@@ -636,13 +644,13 @@ class ArenaMachine(RuleBasedStateMachine):
                     bad, self.end = size, min(self.end, at)
                 at += size
         with self._stuck(stuck):
-            assert self.arena.decommit(num_pages * PAGE) == (gone - bad) * PAGE
+            assert self.arena.decommit(num_pages * SMALL) == (gone - bad) * SMALL
         self.lost += bad
         self.handles, self.bytes = keep, self.bytes[:kept_pages]
 
     @contextmanager
     def _stuck(self, page: int | None):
-        unmap, bad = self.host.unmap, self.address + (page or 0) * PAGE
+        unmap, bad = self.host.unmap, self.address + (page or 0) * SMALL
 
         def refusing(addr: int, size: int) -> None:
             if page is not None and addr <= bad < addr + size:
@@ -657,7 +665,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(data=st.data(), value=st.integers(1, 255))
     def write(self, data: st.DataObject, value: int) -> None:
         page = data.draw(st.integers(0, len(self.bytes) - 1))
-        ctypes.memset(self.address + page * PAGE, value, PAGE)
+        ctypes.memset(self.address + page * SMALL, value, SMALL)
         self.bytes[page] = value
 
     @precondition(lambda self: not self.asleep)
@@ -667,15 +675,15 @@ class ArenaMachine(RuleBasedStateMachine):
         self.asleep = True
 
     @precondition(lambda self: self.asleep)
-    @rule(fails=st.sampled_from([None, None, 1, 2, 4, 7]))
-    def wake(self, fails: int | None) -> None:
-        self.fault.arm(fails)
+    @rule(fails=st.sampled_from([None, None, 1, 2, 4, 7]), forever=st.booleans())
+    def wake(self, fails: int | None, forever: bool) -> None:
+        self.fault.arm(fails, forever=forever)
         try:
             self.arena.stream.device.virtual.materialize("kv")
         except (BufferOOM, DriverError):
-            full = len(self.bytes) + self.lost + self.host.foreign_bytes // PAGE > 40
-            assert self.fault.num_injected or full
+            assert self.refused(fails, forever, self.handles) or self.full(0)
         else:
+            assert not self.refused(fails, forever, self.handles)
             self.asleep = False
             if self.restore is Restore.MEMSET:
                 self.bytes = [0] * len(self.bytes)
@@ -686,19 +694,19 @@ class ArenaMachine(RuleBasedStateMachine):
     def sleepers_are_not_edited(self) -> None:
         for call in (self.arena.commit, self.arena.decommit):
             with pytest.raises(NotMaterialized):
-                call(PAGE)
+                call(SMALL)
 
     @rule(num_pages=st.integers(0, 20))
     def others_take(self, num_pages: int) -> None:
-        self.host.foreign_bytes = num_pages * PAGE
+        self.host.foreign_bytes = num_pages * SMALL
 
     @invariant()
     def the_books_agree(self) -> None:
-        physical = ((0 if self.asleep else len(self.bytes)) + self.lost) * PAGE
-        assert self.arena.committed_bytes == len(self.bytes) * PAGE
+        physical = ((0 if self.asleep else len(self.bytes)) + self.lost) * SMALL
+        assert self.arena.committed_bytes == len(self.bytes) * SMALL
         assert self.arena.is_asleep == self.asleep
         assert self.host.used_bytes == self.ledger.accounted_bytes == physical
-        assert sum(size for _, size in self.arena.poisoned) == self.lost * PAGE
+        assert sum(size for _, size in self.arena.poisoned) == self.lost * SMALL
         assert self.arena.address == self.address
 
     @invariant()
@@ -706,7 +714,7 @@ class ArenaMachine(RuleBasedStateMachine):
         if not self.asleep:
             for page, value in enumerate(self.bytes):
                 if value is not None:
-                    assert ctypes.string_at(self.address + page * PAGE, PAGE) == bytes([value]) * PAGE
+                    assert ctypes.string_at(self.address + page * SMALL, SMALL) == bytes([value]) * SMALL
 
     def teardown(self) -> None:
         if hasattr(self, "arena"):

@@ -68,8 +68,7 @@ def other() -> Iterator[Callable[[str], str]]:
         return process.stdout.readline().strip()
 
     yield tell
-    process.stdin.close()
-    process.wait(timeout=60)
+    process.communicate(timeout=60)
 
 
 def test_three_gib_at_an_unannounced_moment(card: CudaDriver, ledger: Ledger, other: Callable[[str], str]) -> None:

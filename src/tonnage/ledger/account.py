@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from time import monotonic_ns
 
 from tonnage.errors import LedgerError
-from tonnage.ledger.journal import Change, Journal, event_of
+from tonnage.ledger.journal import MAX_NOTED, Change, Journal, event_of
 from tonnage.terms import How, LedgerEntry, LedgerEvent, LineKind, MemoryKind
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Level:
     """Bytes now and at their highest: what a line's accounts hold together at one moment."""
 
@@ -23,19 +23,35 @@ class Level:
             self.high = self.bytes
 
 
+class Figure:
+    """A number of an account as it is when everything that was noted is counted."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_{name}"
+
+    def __get__(self, account: Account, owner: type) -> int:
+        with account._journal:
+            figure: int = getattr(account, self._slot)
+            return figure
+
+
 class Account:
     """One owner's memory of one kind, line and tag. Made by ``Ledger.open``; safe to use from any thread.
 
-    ``add`` and ``sub`` stand in the path of every allocation, so they are written out, and take the lock by hand
-    (``with`` costs a seventh more). No call stands between reading a figure and writing it back: a finaliser that ran
-    there, on this thread, would find the lock its own, and one of the two changes would be lost.
+    ``add`` and ``sub`` are checked. They take the lock by hand (``with`` costs a seventh more), and no call stands
+    between reading a figure and writing it back: a finaliser that ran there, on this thread, would find the lock its
+    own, and one of the two changes would be lost. ``take`` and ``give`` are for those who cannot be wrong, and note
+    a change without the lock: they stand in the path of every allocation from a pool.
     """
 
     __slots__ = (
-        "_high_phase", "_is_ready", "_journal", "_level", "first_phase", "high_water_bytes", "how", "line",
-        "memory", "num_frees", "num_samples", "num_takes", "number", "owner", "physical_bytes", "released_bytes",
-        "requested_bytes", "tag",
+        "_first_phase", "_high_phase", "_high_water_bytes", "_is_ready", "_journal", "_level", "_note", "_noted",
+        "_num_frees", "_num_samples", "_num_takes", "_physical_bytes", "_released_bytes", "_requested_bytes", "how",
+        "line", "memory", "number", "owner", "tag",
     )  # fmt: skip
+
+    requested_bytes, physical_bytes, high_water_bytes = Figure(), Figure(), Figure()
+    released_bytes, num_takes, num_frees, num_samples = Figure(), Figure(), Figure(), Figure()
 
     def __init__(
         self,
@@ -50,24 +66,45 @@ class Account:
         how: How = How.COUNTED,
     ) -> None:
         self._journal, self._level, self.number = journal, level, number
+        self._noted, self._note = journal.noted, journal.noted.append
         self.owner, self.line, self.memory, self.tag, self.how = owner, line, memory, tag, how
-        self.requested_bytes = self.physical_bytes = self.high_water_bytes = self.released_bytes = 0
-        self.num_takes = self.num_frees = self.num_samples = 0
-        self.first_phase = self._high_phase = ""
+        self._requested_bytes = self._physical_bytes = self._high_water_bytes = self._released_bytes = 0
+        self._num_takes = self._num_frees = self._num_samples = 0
+        self._first_phase = self._high_phase = ""
         self._is_ready = False  # COUNTED, and its owner was admitted
 
     def __repr__(self) -> str:
         tag = f" tag={self.tag!r}" if self.tag else ""
-        return f"<Account {self.owner!r} {self.line}{tag} {self.physical_bytes:,} bytes in {self.num_live}>"
+        return f"<Account {self.owner!r} {self.line}{tag} {self._physical_bytes:,} bytes in {self._live()}>"
 
     @property
     def num_live(self) -> int:
-        return self.num_takes - self.num_frees if self.how is How.COUNTED else int(self.physical_bytes > 0)
+        with self._journal:
+            return self._live()
 
     @property
     def num_changes(self) -> int:
         """Events that this account ever made, those that the ring has lost among them."""
-        return self.num_takes + self.num_frees + self.num_samples
+        with self._journal:
+            return self._changes()
+
+    def take(self, num_bytes: int, stream: int) -> None:
+        """``add`` for more than no bytes, physical as requested; the bytes are counted before they are next read.
+
+        Raises ``LedgerError`` after a strict seal, as ``add`` does.
+        """
+        if self._is_ready:
+            self._note((monotonic_ns(), self.number, num_bytes, stream, self._journal.moment))
+        else:
+            self.add(num_bytes, num_bytes, stream=stream)
+
+    def give(self, num_bytes: int, stream: int) -> None:
+        """Gives back what one ``take`` took. Not checked: whoever gives more has a negative account from then on."""
+        self._note((monotonic_ns(), self.number, -num_bytes, stream, self._journal.moment))
+        # Only here: what is taken and not given is alive, so it is not many.
+        if len(self._noted) >= MAX_NOTED:
+            with self._journal:
+                pass
 
     def add(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
         """One more live allocation, on ``stream`` if any. ``physical_bytes`` counts the rounding to pages.
@@ -78,14 +115,16 @@ class Account:
         journal, level = self._journal, self._level
         journal.acquire()
         try:
+            if journal.noted:
+                journal.count()
             if not self._is_ready or requested_bytes < 0 or physical_bytes < 0:
                 self._begin(requested_bytes, physical_bytes, stream)
             moment = journal.moment
-            self.physical_bytes = held = self.physical_bytes + physical_bytes
-            if held > self.high_water_bytes:
-                self.high_water_bytes, self._high_phase = held, moment[0]
-            self.requested_bytes += requested_bytes
-            self.num_takes += 1
+            self._physical_bytes = held = self._physical_bytes + physical_bytes
+            if held > self._high_water_bytes:
+                self._high_water_bytes, self._high_phase = held, moment[0]
+            self._requested_bytes += requested_bytes
+            self._num_takes += 1
             level.bytes = held = level.bytes + requested_bytes
             if held > level.high:
                 level.high = held
@@ -98,12 +137,14 @@ class Account:
         journal, level = self._journal, self._level
         journal.acquire()
         try:
-            held, asked = self.physical_bytes - physical_bytes, self.requested_bytes - requested_bytes
-            if held < 0 or asked < 0 or physical_bytes < 0 or requested_bytes < 0 or self.num_takes <= self.num_frees:
+            if journal.noted:
+                journal.count()
+            held, asked = self._physical_bytes - physical_bytes, self._requested_bytes - requested_bytes
+            if held < 0 or asked < 0 or physical_bytes < 0 or requested_bytes < 0 or self._num_takes <= self._num_frees:
                 self._refuse_sub(requested_bytes, physical_bytes)
-            self.physical_bytes, self.requested_bytes = held, asked
-            self.released_bytes += physical_bytes
-            self.num_frees += 1
+            self._physical_bytes, self._requested_bytes = held, asked
+            self._released_bytes += physical_bytes
+            self._num_frees += 1
             level.bytes -= requested_bytes
             journal.append((monotonic_ns(), self.number, -physical_bytes, stream, journal.moment))
         finally:
@@ -112,10 +153,10 @@ class Account:
     def adjust_requested(self, delta_bytes: int) -> None:
         """More or less of the same physical memory is asked for: an arena grows inside its last page."""
         self._require_counted("adjust_requested")
-        with self._journal.lock:
-            if self.requested_bytes + delta_bytes < 0:
+        with self._journal:
+            if self._requested_bytes + delta_bytes < 0:
                 raise LedgerError(f"{self!r}: requested bytes would fall below zero by {delta_bytes:,}")
-            self.requested_bytes += delta_bytes
+            self._requested_bytes += delta_bytes
             self._level.move(delta_bytes)
 
     def sampled(self, num_bytes: int) -> None:
@@ -124,18 +165,18 @@ class Account:
             raise LedgerError(f"{self!r} is {self.how}: sampled is not for {How.COUNTED} accounts")
         if num_bytes < 0:
             raise LedgerError(f"{self!r}: sampled {num_bytes:,} bytes")
-        with self._journal.lock:
-            if num_bytes > self.physical_bytes:
-                self._admit(num_bytes - self.physical_bytes, None)
+        with self._journal:
+            if num_bytes > self._physical_bytes:
+                self._admit(num_bytes - self._physical_bytes, None)
             moment = self._journal.moment
-            self.first_phase = self.first_phase or moment[0]
-            delta = num_bytes - self.physical_bytes
-            self.physical_bytes = self.requested_bytes = num_bytes
-            if num_bytes > self.high_water_bytes:
-                self.high_water_bytes, self._high_phase = num_bytes, moment[0]
+            self._first_phase = self._first_phase or moment[0]
+            delta = num_bytes - self._physical_bytes
+            self._physical_bytes = self._requested_bytes = num_bytes
+            if num_bytes > self._high_water_bytes:
+                self._high_water_bytes, self._high_phase = num_bytes, moment[0]
             if delta < 0:
-                self.released_bytes -= delta
-            self.num_samples += 1
+                self._released_bytes -= delta
+            self._num_samples += 1
             self._level.move(delta)
             self._journal.append((monotonic_ns(), self.number, delta, None, moment))
 
@@ -148,12 +189,12 @@ class Account:
             memory=self.memory,
             device=device,
             how=self.how,
-            requested_bytes=self.requested_bytes,
-            physical_bytes=self.physical_bytes,
-            high_water_bytes=self.high_water_bytes,
-            released_bytes=self.released_bytes,
-            num_live=self.num_live,
-            first_phase=self.first_phase,
+            requested_bytes=self._requested_bytes,
+            physical_bytes=self._physical_bytes,
+            high_water_bytes=self._high_water_bytes,
+            released_bytes=self._released_bytes,
+            num_live=self._live(),
+            first_phase=self._first_phase,
             high_water_phase=self._high_phase,
             planned_bytes=planned_bytes,
         )
@@ -161,6 +202,12 @@ class Account:
     def event(self, change: Change) -> LedgerEvent:
         """A change of this account as it is read."""
         return event_of(change, owner=self.owner, line=self.line, tag=self.tag)
+
+    def _live(self) -> int:
+        return self._num_takes - self._num_frees if self.how is How.COUNTED else int(self._physical_bytes > 0)
+
+    def _changes(self) -> int:
+        return self._num_takes + self._num_frees + self._num_samples
 
     def _begin(self, requested_bytes: int, physical_bytes: int, stream: int | None) -> None:
         """What ``add`` asks once, and when something is wrong."""
@@ -172,13 +219,13 @@ class Account:
 
     def _admit(self, delta: int, stream: int | None) -> None:
         self._journal.admit(self.owner, self.line, self.tag, delta, stream=stream)
-        self.first_phase = self.first_phase or self._journal.phase_name
+        self._first_phase = self._first_phase or self._journal.phase_name
 
     def _refuse_sub(self, requested_bytes: int, physical_bytes: int) -> None:
         self._require_counted("sub")
         raise LedgerError(
             f"{self!r}: cannot return {requested_bytes:,} requested, {physical_bytes:,} physical bytes "
-            f"of {self.requested_bytes:,} and {self.physical_bytes:,}"
+            f"of {self._requested_bytes:,} and {self._physical_bytes:,}"
         )
 
     def _require_counted(self, call: str) -> None:

@@ -35,7 +35,6 @@ class Ledger:
         self.device, self.total_bytes, self.host_is_device = device, total_bytes, host_is_device
         self.free_before_bytes: int | None = None
         self._journal = Journal(num_events)
-        self._lock = self._journal.lock
         self._accounts: dict[tuple[str, LineKind, MemoryKind, str], Account] = {}
         self._planned: dict[LineKind, int] = {}
         self._levels: dict[LineKind, Level] = {}
@@ -48,7 +47,8 @@ class Ledger:
             how=How.SAMPLED,
         )  # fmt: skip
         self._journal.know(OTHERS)
-        self._numbered = [self._others]
+        self._numbered = self._journal.accounts
+        self._numbered.append(self._others)
         self._foreign_low: int | None = None
 
     def open(
@@ -69,7 +69,7 @@ class Ledger:
         Raises ``LedgerError`` when it is open with another ``how``.
         """
         key = (owner, line, memory, tag)
-        with self._lock:
+        with self._journal:
             account = self._accounts.get(key)
             if account is None:
                 on_device = self.host_is_device or memory not in _HOST_KINDS
@@ -96,7 +96,7 @@ class Ledger:
 
     def expect(self, plan_lines: Mapping[LineKind, int]) -> None:
         """What the plan gives each line, in bytes; replaces what was expected before."""
-        with self._lock:
+        with self._journal:
             self._planned = dict(plan_lines)
 
     def sample(self, reading: Reading) -> None:
@@ -104,14 +104,14 @@ class Ledger:
 
         A change of what others hold becomes an event of the owner ``OTHERS``, so it can be seen when it happened.
         """
-        with self._lock:
+        with self._journal:
             self._reading = reading
             remainder = self._remainder()
             if remainder is not None:
                 highest = self._unattributed_high
                 self._unattributed_high = remainder if highest is None else max(remainder, highest)
             foreign = self._foreign()
-            if foreign != self._others.physical_bytes:
+            if foreign != self._others._physical_bytes:
                 self._others.sampled(foreign)
             self._foreign_low = foreign if self._foreign_low is None else min(foreign, self._foreign_low)
 
@@ -130,20 +130,20 @@ class Ledger:
     @property
     def accounted_bytes(self) -> int:
         """Physical bytes of all accounts on the device together."""
-        with self._lock:
-            return sum(account.physical_bytes for account in self._on_device())
+        with self._journal:
+            return self._accounted()
 
     @property
     def host_bytes(self) -> int:
         """Physical bytes of the accounts in host memory; 0 where the host is the device."""
-        with self._lock:
-            return sum(account.physical_bytes for account in self._numbered if account._level is self._beside)
+        with self._journal:
+            return self._on_host()
 
     @property
     def num_lost_events(self) -> int:
         """Changes that the ring had no room for any more: the oldest ones."""
-        with self._lock:
-            return sum(account.num_changes for account in self._numbered) - len(self._journal.changes)
+        with self._journal:
+            return sum(account._changes() for account in self._numbered) - len(self._journal.changes)
 
     def events(self) -> tuple[LedgerEvent, ...]:
         """The last changes, oldest first; at most ``num_events``."""
@@ -151,7 +151,7 @@ class Ledger:
 
     def history(self, *, owner: str | None = None, line: LineKind | None = None) -> tuple[LedgerEvent, ...]:
         """The last changes of that owner, of that line, or of both, oldest first; ``OTHERS`` is an owner too."""
-        with self._lock:
+        with self._journal:
             wanted = {
                 number: account
                 for number, account in enumerate(self._numbered)
@@ -165,10 +165,10 @@ class Ledger:
 
         The last one is what the line holds now; FOREIGN counts what others hold.
         """
-        with self._lock:
+        with self._journal:
             drawn = [*self._on_device(), self._others]
             numbers = {account.number for account in drawn if account.line is line}
-            held = sum(account.physical_bytes for account in drawn if account.line is line)
+            held = sum(account._physical_bytes for account in drawn if account.line is line)
             changes = [change for change in self._journal.changes if change[1] in numbers]
         points = []
         # Backwards from what is known now: what the ring has lost need not be known.
@@ -179,19 +179,19 @@ class Ledger:
 
     def snapshot(self) -> Snapshot:
         """The ledger now. ``own``, ``free`` and ``foreign`` are as of the last reading: ``sample`` one just before."""
-        with self._lock:
+        with self._journal:
             reading = self._reading
             return Snapshot(
                 phase=self._journal.phase_name,
                 entries=tuple(self._entry(account) for account in self._numbered[1:]),
                 own=reading.own_bytes if reading else None,
                 own_source=reading.own_source if reading else "unread",
-                foreign=self._others.physical_bytes,
+                foreign=self._others._physical_bytes,
                 foreign_low=self._foreign_low,
-                foreign_high=self._others.high_water_bytes if reading else None,
-                free=reading.free_bytes if reading else self.total_bytes - self.accounted_bytes,
+                foreign_high=self._others._high_water_bytes if reading else None,
+                free=reading.free_bytes if reading else self.total_bytes - self._accounted(),
                 unattributed=self._remainder(),
-                host=self.host_bytes,
+                host=self._on_host(),
                 first_uses=tuple(self._journal.first_uses.values()),
             )
 
@@ -200,8 +200,8 @@ class Ledger:
 
         A line counts what was asked for; what whole pages add to it is the line ROUNDING, there as in the plan.
         """
-        with self._lock:
-            known = {*self._planned, *(account.line for account in self._on_device() if account.num_changes)}
+        with self._journal:
+            known = {*self._planned, *(account.line for account in self._on_device() if account._changes())}
             if self._level(LineKind.ROUNDING).bytes:
                 known.add(LineKind.ROUNDING)
             lines = [kind for kind in LineKind if kind in known and kind is not LineKind.UNATTRIBUTED]
@@ -212,8 +212,8 @@ class Ledger:
         return AuditRow(
             line=kind,
             planned_bytes=self._planned.get(kind, 0),
-            actual_bytes=level.bytes + (others.physical_bytes if others else 0),
-            high_water_bytes=level.high + (others.high_water_bytes if others else 0),
+            actual_bytes=level.bytes + (others._physical_bytes if others else 0),
+            high_water_bytes=level.high + (others._high_water_bytes if others else 0),
         )
 
     def _audit_remainder(self) -> AuditRow:
@@ -228,26 +228,34 @@ class Ledger:
         level = self._levels.get(kind, Level())
         if kind is not LineKind.ROUNDING:
             return level
-        added = sum(account.physical_bytes - account.requested_bytes for account in self._on_device())
+        added = sum(account._physical_bytes - account._requested_bytes for account in self._on_device())
         return Level(bytes=level.bytes + added, high=level.high + added)
 
     def _entry(self, account: Account) -> LedgerEntry:
         planned = self._planned.get(account.line) if account._level is not self._beside else None
         return account.entry(device=self.device, planned_bytes=planned)
 
+    # Below: called with the lock held and everything counted. Nothing more is counted in between, so that all that is
+    # told together is of one moment.
+
+    def _accounted(self) -> int:
+        return sum(account._physical_bytes for account in self._on_device())
+
+    def _on_host(self) -> int:
+        return sum(account._physical_bytes for account in self._numbered if account._level is self._beside)
+
     def _on_device(self) -> Iterator[Account]:
-        """Called with the lock held."""
         # A copy: a finaliser may open an account between two of them.
         return (account for account in self._numbered[1:] if account._level is not self._beside)
 
     def _remainder(self) -> int | None:
         if self._reading is None or self._reading.own_bytes is None:
             return None
-        return self._reading.own_bytes - self.accounted_bytes
+        return self._reading.own_bytes - self._accounted()
 
     def _foreign(self) -> int:
         """Bytes that others hold. Not below zero: on a host, our own heap is ours but takes no device page."""
         if self._reading is None:
             return 0
-        own = self._reading.own_bytes if self._reading.own_bytes is not None else self.accounted_bytes
+        own = self._reading.own_bytes if self._reading.own_bytes is not None else self._accounted()
         return max(0, self._reading.total_bytes - self._reading.free_bytes - own)
