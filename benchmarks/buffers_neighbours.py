@@ -214,7 +214,43 @@ def steady(kind: str = "cuda") -> dict[str, Any]:
     edits = counting.num_calls
     for one in [*live, pinned, mirror, arena]:
         one.close()
-    return {"num_steps": NUM_STEPS, "num_edits": edits, "met": {"no page-table edit": edits == 0}}
+    return {
+        "num_steps": NUM_STEPS,
+        "num_edits": edits,
+        "us_a_look": _median_us(lambda: driver.mem_info()),
+        "us_a_reading": _median_us(lambda: take_reading(driver, phase="steady", ledger=ledger)),
+        "us_a_graph_check": _graph_check_us(stream),
+        "met": {"no page-table edit": edits == 0},
+    }
+
+
+def _graph_check_us(stream: Stream) -> float:
+    """What asking whether all that a graph replays over is mapped adds to its launch."""
+    graphs = stream.device.graphs
+    ledger = Ledger(0, GiB)
+    arenas = [
+        VaArena(stream, ledger=ledger, owner=f"arena {number}", line=LineKind.KV, reserve_bytes=2 * MiB)
+        for number in range(8)
+    ]
+    for arena in arenas:
+        arena.commit(2 * MiB)
+    with graphs.capture("decode") as capture:
+        for arena in arenas:
+            capture.touch(arena.address, 2 * MiB)
+    found = _median_us(lambda: graphs.check("decode"))
+    graphs.destroy("decode")
+    for arena in arenas:
+        arena.close()
+    return found
+
+
+def _median_us(call: Callable[[], object]) -> float:
+    samples = []
+    for _ in range(500):
+        start = time.perf_counter_ns()
+        call()
+        samples.append(time.perf_counter_ns() - start)
+    return sorted(samples)[len(samples) // 2] / 1e3
 
 
 def _repeat(step: Callable[[], None], times: int) -> None:

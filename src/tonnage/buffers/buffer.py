@@ -151,12 +151,9 @@ class Buffer:
         if self.base:
             if self._exports is not None:
                 self._exports.require_none(self)
-            source = self._source
-            source.give(self)
+            self._source.give(self)
             self.base = 0
             self.used_on = ()
-            if source.books:
-                self.account.sub(self.capacity_bytes, self.physical_bytes, stream=source.handle)
         self.size_bytes = self.capacity_bytes = 0
         self._shape = None
 

@@ -33,8 +33,6 @@ class Source:
     __slots__ = ("driver", "handle", "kind", "ledger", "may_be_captured", "orphans", "stream")
     path: ClassVar[str] = "synchronous"
     on_host: ClassVar[bool] = False
-    #: Whether closing a buffer takes it off its account; virtual memory books what is mapped by itself.
-    books: ClassVar[bool] = True
 
     def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer]) -> None:
         self.kind, self.stream, self.ledger, self.orphans = kind, stream, ledger, orphans
@@ -63,7 +61,8 @@ class Source:
         buffer.base, buffer.held, buffer.physical_bytes = address, held, physical_bytes
 
     def give(self, buffer: Buffer) -> None:
-        """Free. Raises ``DriverError`` or ``CaptureError`` with nothing done, so that it can be repeated."""
+        """Free, and take it off the books. Raises ``DriverError`` or ``CaptureError`` with nothing done, so that it can
+        be repeated."""
         self.require_no_capture("freed")
         mark = self.last_use(buffer)
         if mark is not None:
@@ -72,6 +71,10 @@ class Source:
             finally:
                 mark.close()
         self.drop(buffer.base, buffer.held)
+        self.unbook(buffer)
+
+    def unbook(self, buffer: Buffer) -> None:
+        buffer.account.sub(buffer.capacity_bytes, buffer.physical_bytes, stream=self.handle)
 
     def last_use(self, buffer: Buffer) -> Mark | None:
         """The point by which nothing uses the memory any more, or None where only the host ever did."""
@@ -104,37 +107,43 @@ class Pooled(Source):
         super().__init__(kind, stream, ledger, orphans)
         self.pool = stream.device.pool
 
+    # Allocation and free of pooled memory are what every step does, so nothing is called here that need not be.
+
     def obtain(self, buffer: Buffer, size_bytes: int) -> None:
-        handle = self.handle
+        handle, driver = self.handle, self.driver
         # Asked each time, because whoever captures (torch, a library) does not tell us; the legacy stream cannot be.
-        if self.may_be_captured and self.driver.stream_capturing(handle):
+        if self.may_be_captured and driver.stream_capturing(handle):
             raise CaptureError(
                 f"a gpu buffer of {size_bytes:,} bytes is asked for while stream {handle:#x} is being captured: "
                 "allocate before the capture, or ask with graph_memory=True"
             )
-        address = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=handle)
+        buffer.base = address = driver.pool_alloc(self.pool.handle, size_bytes, stream=handle)
         try:
-            buffer.account.add(size_bytes, size_bytes, stream=handle)
+            buffer.account.take(size_bytes, handle)
         except BaseException:
-            self.driver.pool_free(address, stream=handle)
+            buffer.base = 0
+            driver.pool_free(address, stream=handle)
             raise
-        buffer.base = address
-        buffer.physical_bytes = size_bytes
 
     def give(self, buffer: Buffer) -> None:
+        handle = self.handle
         if buffer.used_on:
             for other in buffer.used_on:
-                if other != self.handle:
-                    wait_for(self.driver, waiting=self.handle, on=other)
+                if other != handle:
+                    wait_for(self.driver, waiting=handle, on=other)
         try:
-            self.driver.pool_free(buffer.base, stream=self.handle)
+            self.driver.pool_free(buffer.base, stream=handle)
         except DriverError as error:
             # Captured, the free would be a node that only memory of the same graph may have: the driver refuses it.
-            if self.may_be_captured and self.driver.stream_capturing(self.handle):
+            if self.may_be_captured and self.driver.stream_capturing(handle):
                 raise CaptureError(
                     f"{buffer!r} is freed while its stream is being captured: free it before or after the capture"
                 ) from error
             raise
+        self.unbook(buffer)
+
+    def unbook(self, buffer: Buffer) -> None:
+        buffer.account.give(buffer.capacity_bytes, self.handle)
 
 
 class InGraph(Pooled):
@@ -154,7 +163,9 @@ class InGraph(Pooled):
         except BaseException:
             buffer.account.sub(size_bytes, 0, stream=self.handle)
             raise
-        buffer.physical_bytes = 0
+
+    def unbook(self, buffer: Buffer) -> None:
+        buffer.account.sub(buffer.capacity_bytes, 0, stream=self.handle)
 
 
 class Virtual(Source):
@@ -162,7 +173,6 @@ class Virtual(Source):
 
     __slots__ = ("config",)
     path = "virtual"
-    books = False
 
     def __init__(
         self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer], *, config: ScopeConfig
@@ -250,6 +260,7 @@ class PinnedPooled(Source):
 
     def give(self, buffer: Buffer) -> None:
         self.stream.device.pinned.free(buffer.base, after=self.last_use(buffer))
+        self.unbook(buffer)
 
     def drop(self, address: int, held: Any) -> None:  # noqa: ARG002
         self.stream.device.pinned.free(address)

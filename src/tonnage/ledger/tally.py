@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,55 +12,50 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """One account's part of the changes: what is added to its figures, and its highest, now and of its line."""
+    """What ``changes`` of one account add to its figures, and its highest. Each is one allocation made or freed.
+
+    ``level_high_bytes`` is the highest of its line, 0 where another tally says it.
+    """
 
     __slots__ = (
         "account", "delta_bytes", "high_bytes", "high_phase", "level", "level_high_bytes", "num_frees", "num_takes",
-        "released_bytes",
+        "released_bytes", "top_bytes",
     )  # fmt: skip
 
-    def __init__(self, account: Account) -> None:
-        self.account, self.level = account, account._level
-        self.delta_bytes = self.released_bytes = self.num_takes = self.num_frees = self.level_high_bytes = 0
-        self.high_bytes, self.high_phase = account._high_water_bytes, account._high_phase
-
-    def count(self, run: Iterable[Change], line_bytes: int) -> int:
-        """Changes of this account that follow one another, from a line that holds ``line_bytes``; what it holds then.
-
-        Every change is one allocation made (positive) or freed.
-        """
-        before = held = self.account._physical_bytes + self.delta_bytes
-        highest, at = self.high_bytes, None
-        top = num_takes = num_frees = released = 0
-        for _, _, delta, _, moment in run:
+    def __init__(self, account: Account, changes: Sequence[Change]) -> None:
+        highest, phase = account._high_water_bytes, account._high_phase
+        before = held = account._physical_bytes
+        top = num_takes = released = 0
+        for _, _, delta, _, moment in changes:
             held += delta
-            if delta > 0:
+            if delta < 0:
+                released -= delta
+            else:
                 num_takes += 1
                 if held > top:
                     top = held
                     if held > highest:
-                        highest, at = held, moment
-            else:
-                num_frees += 1
-                released -= delta
-        if at is not None:
-            self.high_bytes, self.high_phase = highest, at[0]
-        self.delta_bytes += held - before
-        self.num_takes += num_takes
-        self.num_frees += num_frees
-        self.released_bytes += released
-        self.level_high_bytes = max(self.level_high_bytes, line_bytes + top - before)
-        return line_bytes + held - before
+                        highest, phase = held, moment[0]
+        self.account, self.level = account, account._level
+        self.delta_bytes, self.top_bytes, self.released_bytes = held - before, top - before, released
+        self.num_takes, self.num_frees = num_takes, len(changes) - num_takes
+        self.high_bytes, self.high_phase, self.level_high_bytes = highest, phase, 0
 
 
-def tallies_of(changes: Sequence[Change], accounts: Sequence[Account]) -> Iterable[Tally]:
+def tallies_of(changes: Sequence[Change], accounts: Sequence[Account]) -> list[Tally]:
     """One tally an account; nothing is changed yet."""
-    tallies: dict[int, Tally] = {}
-    lines: dict[Level, int] = {}
-    for number, run in groupby(changes, key=itemgetter(1)):
-        tally = tallies.get(number)
-        if tally is None:
-            tally = tallies[number] = Tally(accounts[number])
-        level = tally.level
-        lines[level] = tally.count(run, lines.get(level, level.bytes))
-    return tallies.values()
+    numbers = {change[1] for change in changes}
+    tallies = [
+        Tally(accounts[number], [change for change in changes if change[1] == number] if len(numbers) > 1 else changes)
+        for number in numbers
+    ]
+    levels: dict[Level, list[Tally]] = {}
+    for tally in tallies:
+        levels.setdefault(tally.level, []).append(tally)
+    for level, on_it in levels.items():
+        top_bytes = on_it[0].top_bytes
+        if len(on_it) > 1:  # the highest together is at no account's own
+            numbers = {tally.account.number for tally in on_it}
+            top_bytes = max(accumulate([change[2] for change in changes if change[1] in numbers]))
+        on_it[0].level_high_bytes = level.bytes + top_bytes
+    return tallies
