@@ -223,7 +223,7 @@ def test_the_watch_would_have_noticed(watched: Bench, edit: str, monkeypatch: py
     arena, page = watched.arena(), watched.page
     arena.commit(6 * page)
     watched.driver.launch(0, writes=[(arena.address, page)])  # type: ignore[attr-defined]
-    monkeypatch.setattr(watched.stream.device.fences, "quiesce", lambda **_: True)
+    monkeypatch.setattr(watched.stream.device.fences, "wait_idle", lambda **_: True)
     with pytest.raises(DeviceLost):
         getattr(arena, edit)((8 if edit == "commit" else 4) * page)
 

@@ -9,10 +9,10 @@ import pytest
 from devices import DEVICES, read, write
 
 from tonnage.buffers import Device, Stream
+from tonnage.buffers.allocation import VirtualAllocation
 from tonnage.buffers.chunk import State
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.scopes import current, preserve_contents, scope
-from tonnage.buffers.virtual import VirtualAllocation
 from tonnage.errors import BufferOOM, CannotMaterialize, DriverUnsupported, NotMaterialized
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind, MemoryKind

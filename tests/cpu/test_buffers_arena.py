@@ -275,11 +275,11 @@ def test_an_edit_waits_for_the_streams_and_is_refused_while_they_run(
     arena.commit(4 * PAGE)
     waits: list[float | None] = []
 
-    def quiesce(*, timeout_s: float | None = None) -> bool:
+    def wait_idle(*, timeout_s: float | None = None) -> bool:
         waits.append(timeout_s)
         return timeout_s is None
 
-    monkeypatch.setattr(arena.stream.device.fences, "quiesce", quiesce)
+    monkeypatch.setattr(arena.stream.device.fences, "wait_idle", wait_idle)
     for call in (lambda: arena.commit(5 * PAGE, timeout_s=2), lambda: arena.decommit(0, timeout_s=3)):
         with pytest.raises(BufferInUse, match="still running"):
             call()
@@ -294,7 +294,7 @@ def test_an_edit_waits_for_the_streams_and_is_refused_while_they_run(
 def test_concurrent_growth_does_not_wait(driver: HostDriver, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = make(driver, ledger, concurrent_growth=True)
     with monkeypatch.context() as patch:
-        patch.setattr(arena.stream.device.fences, "quiesce", lambda **_: pytest.fail("it waited"))
+        patch.setattr(arena.stream.device.fences, "wait_idle", lambda **_: pytest.fail("it waited"))
         arena.commit(3 * PAGE)
     arena.close()
 

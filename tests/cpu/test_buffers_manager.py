@@ -32,6 +32,7 @@ class Recorder:
 
     def __init__(self, driver: HostDriver) -> None:
         self.wrapped, self.calls, self.capturing = driver, [], set[int]()
+        self.num_asked = 0  # whether a stream is being captured
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.wrapped, name)
@@ -43,6 +44,7 @@ class Recorder:
         return noted if callable(found) else found
 
     def stream_capturing(self, stream: int) -> bool:
+        self.num_asked += 1
         return stream in self.capturing
 
     def pool_free(self, addr: int, *, stream: int) -> None:
@@ -193,6 +195,71 @@ def test_a_pool_that_cannot_be_made_is_not_tried_again_until_asked(ledger: Ledge
     assert host.used_bytes == 0
 
 
+# the short way, which ``gpu`` goes for bytes on a line that it was asked for before
+
+
+@pytest.fixture
+def warm(manager: BufferManager) -> BufferManager:
+    """Has been asked once, so that the next allocation goes the short way."""
+    manager.gpu(100, line=TABLES).close()
+    return manager
+
+
+def test_the_short_way_books_what_the_long_way_books(warm: BufferManager, ledger: Ledger) -> None:
+    short, tagged = warm.gpu(100, line=TABLES), warm.gpu(50, line=TABLES, tag="other")
+    long = warm.allocate(MemoryKind.GPU, 100, line=TABLES)
+    for attribute in ("path", "kind", "size_bytes", "capacity_bytes", "physical_bytes", "dtype", "shape", "used_on"):
+        assert getattr(short, attribute) == getattr(long, attribute), attribute
+    assert (type(short), short.account) == (type(long), long.account)
+    assert live(ledger) == (250, 3)
+    assert {(entry.tag, entry.physical_bytes) for entry in ledger.snapshot().entries} == {("", 200), ("other", 50)}
+    for one in (short, tagged, long):
+        one.close()
+    assert [event.delta for event in ledger.events()] == [100, -100, 100, 50, 100, -100, -50, -100]
+    assert {event.stream for event in ledger.events()} == {0}
+
+
+def test_the_short_way_is_left_for_a_scope_and_by_a_closed_manager(warm: BufferManager) -> None:
+    push_vm("test")
+    try:
+        buffer = warm.gpu(100, line=TABLES)
+    finally:
+        pop_vm()
+    assert buffer.path == "virtual"
+    buffer.close()
+    buffer = warm.gpu(100, line=TABLES)
+    assert buffer.path == "pool"
+    buffer.close()
+    warm.close()
+    with pytest.raises(ValueError, match="is closed"):
+        warm.gpu(100, line=TABLES)
+
+
+def test_the_short_way_climbs_the_ladder_and_refuses_like_the_long_one(warm: BufferManager, ledger: Ledger) -> None:
+    kept = warm.gpu_sync(10 * MIB, line=TABLES)
+    warm.stream.device.pressure.register("cache", lambda _: kept.close() or 10 * MIB)
+    buffer = warm.gpu(12 * MIB, line=TABLES)
+    assert (buffer.path, buffer.size_bytes, live(ledger)) == ("pool", 12 * MIB, (12 * MIB, 1))
+    with pytest.raises(BufferOOM, match="the retry failed"):
+        warm.gpu(12 * MIB, line=TABLES)
+    with pytest.raises(ValueError, match="-1"):
+        warm.gpu(-1, line=TABLES)
+    assert live(ledger) == (12 * MIB, 1)
+    buffer.resize(100)
+    buffer.close()
+    assert live(ledger) == (0, 0)
+
+
+def test_a_call_that_a_decorator_puts_in_place_later_is_what_is_called(ledger: Ledger) -> None:
+    fault = FaultDriver(HostDriver(16 * MIB, page_bytes=PAGE))
+    manager = BufferManager(Stream(Device(fault)), ledger=ledger, owner="tests")
+    manager.gpu(100, line=TABLES).close()
+    fault.arm(1, calls=frozenset({"pool_alloc"}), error=DriverError)
+    with pytest.raises(DriverError, match="INJECTED"):
+        manager.gpu(100, line=TABLES)
+    assert (fault.num_injected, live(ledger)) == (1, (0, 0))
+
+
 # buffers that nobody closes, and frees that fail
 
 
@@ -263,6 +330,63 @@ def test_nothing_is_allocated_or_freed_into_a_capture(recorder: Recorder, ledger
     recorder.capturing.clear()
     before.close()
     manager.trim_to(0)
+
+
+def test_a_stream_that_nobody_else_knows_is_not_asked_whether_it_is_captured(
+    recorder: Recorder, ledger: Ledger
+) -> None:
+    device = Device(recorder)  # type: ignore[arg-type]
+    stream = Stream.create(device)
+    manager = BufferManager(stream, ledger=ledger, owner="tests")
+
+    def num_asked() -> int:
+        """By three allocations: one of a new account, one as at every step, one of a shape."""
+        recorder.num_asked = 0
+        for shape in (100, 100, (2, 50)):
+            manager.gpu(shape, line=TABLES).close()
+        return recorder.num_asked
+
+    assert num_asked() == 0
+    _ = stream.handle
+    assert num_asked() == 3
+    manager = BufferManager(Stream(device, stream.bare_handle), ledger=ledger, owner="tests")
+    assert num_asked() == 3  # made from a handle, which others have too
+    manager.trim_to(0)
+
+
+@pytest.mark.parametrize("how", ["a copy waits for an event", "a free waits for a stream"])
+def test_a_stream_that_waited_for_another_may_be_captured_with_it(recorder: Recorder, ledger: Ledger, how: str) -> None:
+    """So a capture spreads without anybody knowing our handle."""
+    device = Device(recorder)  # type: ignore[arg-type]
+    stream, other = Stream.create(device), Stream.create(device)
+    manager = BufferManager(stream, ledger=ledger, owner="tests")
+    buffer, source = manager.gpu(100, line=TABLES), manager.gpu(100, line=TABLES)
+    manager.copy(src=source, dst=buffer)
+    assert not stream.may_be_captured
+    if how.startswith("a copy"):
+        event = recorder.event_create()
+        recorder.event_record(event, stream=other.bare_handle)
+        manager.copy(src=source, dst=buffer, wait=event)
+    else:
+        buffer.record_stream(other)
+        buffer.close()
+    assert stream.may_be_captured
+    recorder.capturing.add(stream.bare_handle)
+    with pytest.raises(CaptureError):
+        manager.gpu(100, line=TABLES)
+    recorder.capturing.clear()
+    for one in (buffer, source):
+        one.close()
+    manager.trim_to(0)
+
+
+def test_streams_of_one_handle_are_equal(host: HostDriver) -> None:
+    device = Device(host)
+    stream = Stream.create(device)
+    assert stream == Stream(device, stream.bare_handle)
+    assert stream != Stream(device)
+    assert stream != Stream(Device(host), stream.bare_handle)
+    assert len({stream, Stream(device, stream.bare_handle), Stream(device)}) == 2
 
 
 def test_graph_memory_is_asked_for_by_name(host: HostDriver, ledger: Ledger) -> None:
@@ -378,7 +502,10 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(KINDS), size=st.integers(0, 9 * PAGE), byte=st.integers(0, 255))
     def make(self, kind: MemoryKind, size: int, byte: int) -> None:
         try:
-            buffer = self.manager.allocate(kind, size, line=TABLES)
+            if kind is MemoryKind.GPU:
+                buffer = self.manager.gpu(size, line=TABLES)
+            else:
+                buffer = self.manager.allocate(kind, size, line=TABLES)
         except BufferOOM:
             return
         except DriverUnsupported:

@@ -100,7 +100,7 @@ def test_nothing_is_done_after_the_deadline(arena: VaArena, driver: HostDriver, 
 
     found = give_back(arena, PAGE, deadline_s=0.01, vacate=slow)
     assert (found.given_bytes, found.reason) == (0, "its user took longer than 0.01 s to make room")
-    monkeypatch.setattr(arena.stream.device.fences, "quiesce", lambda *, timeout_s=None: timeout_s is None)
+    monkeypatch.setattr(arena.stream.device.fences, "wait_idle", lambda *, timeout_s=None: timeout_s is None)
     found = give_back(arena, PAGE, deadline_s=5, vacate=leave)
     assert (found.given_bytes, found.reason) == (0, "work was still running after 5 s")
     assert driver.used_bytes == arena.committed_bytes == 20 * PAGE
@@ -304,6 +304,6 @@ def test_the_runtime_directory_is_ours_alone(tmp_path: Path, monkeypatch: pytest
 
 def test_work_that_runs_on_is_an_error_for_who_edits_by_hand(arena: VaArena, monkeypatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(arena.stream.device.fences, "quiesce", lambda **_: False)
+        patch.setattr(arena.stream.device.fences, "wait_idle", lambda **_: False)
         with pytest.raises(BufferInUse):
             arena.decommit(0, timeout_s=0.1)

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.buffers import Device, Stream, VaArena
+from tonnage.buffers import BufferManager, Device, Restore, Stream, VaArena, scope
+from tonnage.buffers.allocation import VirtualAllocation
+from tonnage.buffers.chunk import Chunk, PageRun, pieces_of
+from tonnage.buffers.entries import FixedExtent
 from tonnage.buffers.graph_ranges import GraphRanges
+from tonnage.buffers.scopes import ScopeConfig
+from tonnage.device import ranges as ranges_module
 from tonnage.device.host import HostDriver
+from tonnage.device.ranges import RangeBook
 from tonnage.errors import CaptureError, GraphRangeUnmapped, RangeReferenced
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind
@@ -114,6 +120,107 @@ def test_no_page_changes_during_a_capture(arena: VaArena, graphs: GraphRanges, d
     assert driver.used_bytes == 8 * PAGE
 
 
+# memory of scopes
+
+
+@pytest.fixture
+def scoped(graphs: GraphRanges, arena: VaArena):
+    """Two pages of owner "e" that sleep as "weights"."""
+    device = arena.stream.device
+    config = ScopeConfig(tag="weights")
+    made = device.virtual.allocate(2 * PAGE, config=config, account=None, owner="e", stream=arena.stream)
+    yield made
+    for graph_id in list(graphs._graphs):
+        graphs.destroy(graph_id)
+    made.free(sync=True)
+
+
+def test_memory_of_a_scope_belongs_to_the_graph_and_may_not_sleep_or_go_under_it(
+    scoped: VirtualAllocation, graphs: GraphRanges, arena: VaArena
+) -> None:
+    virtual, launched = arena.stream.device.virtual, []
+    with graphs.capture("g"):  # nobody asks us for the address: it may be in a tensor
+        pass
+    assert ranges_of(graphs, "g") == {(scoped.address, 2 * PAGE, "e")}
+    assert graphs.launch("g", lambda: "launched") == "launched"
+    with pytest.raises(RangeReferenced, match=r"graph 'g'.*'e' \(tag 'weights'\)"):
+        scoped.free()
+    virtual.release("weights")
+    with pytest.raises(GraphRangeUnmapped, match=r"of 'e' \(tag 'weights'\)"):
+        graphs.launch("g", lambda: launched.append(1))
+    assert not launched
+    virtual.materialize("weights").sync()
+    assert graphs.launch("g", lambda: "launched") == "launched"
+    graphs.destroy("g")
+    scoped.free(sync=True)
+    assert virtual.leftovers("weights") == ()
+
+
+def test_what_sleeps_at_the_end_of_a_capture_is_not_in_it(
+    scoped: VirtualAllocation, graphs: GraphRanges, arena: VaArena
+) -> None:
+    arena.stream.device.virtual.release("weights")
+    with graphs.capture("g"):
+        pass
+    assert ranges_of(graphs, "g") == set()
+
+
+def test_a_capture_may_say_how_much_of_a_scopes_memory_it_uses(
+    scoped: VirtualAllocation, graphs: GraphRanges, arena: VaArena
+) -> None:
+    with graphs.capture("g") as capture:
+        capture.only(scoped, PAGE)
+    with graphs.capture("h") as capture:
+        capture.only(scoped, 0)
+    assert ranges_of(graphs, "g") == {(scoped.address, PAGE, "e")}
+    assert ranges_of(graphs, "h") == set()
+
+
+def test_a_buffer_of_a_scope_keeps_its_memory_while_a_graph_replays_over_it(
+    graphs: GraphRanges, arena: VaArena
+) -> None:
+    manager = BufferManager(arena.stream, ledger=Ledger(0, 64 * PAGE), owner="e")
+    with scope("weights", restore=Restore.PINNED):
+        buffer = manager.gpu(100, line=LineKind.TABLES)
+    with graphs.capture("g") as capture:
+        pass
+    with graphs.capture("h") as capture:
+        capture.only(buffer, 0)
+    with pytest.raises(RangeReferenced, match="graph 'g'"):
+        buffer.close()
+    arena.stream.device.virtual.release("weights")
+    with pytest.raises(GraphRangeUnmapped, match="'weights'"):
+        graphs.launch("g", lambda: None)
+    graphs.check("h")
+    graphs.destroy("g")
+    buffer.close()
+    arena.stream.device.fences.quiesce()
+
+
+def test_nothing_of_a_scope_is_freed_during_a_capture(
+    scoped: VirtualAllocation, graphs: GraphRanges, arena: VaArena
+) -> None:
+    with graphs.capture("g"), pytest.raises(CaptureError, match="'g'"):
+        scoped.free()
+    assert ranges_of(graphs, "g") == {(scoped.address, 2 * PAGE, "e")}
+
+
+def test_a_chunk_of_someone_else_is_told_of_too(graphs: GraphRanges, arena: VaArena, driver: HostDriver) -> None:
+    virtual = arena.stream.device.virtual
+    address = driver.va_reserve(PAGE, align=PAGE)
+    run = PageRun(driver, pieces_of(address, PAGE))
+    chunk, extent = Chunk(run, [run]), FixedExtent(address, PAGE, PAGE)
+    chunk.materialize()
+    virtual.add(address, chunk, tag="comm", owner="peer", extent=extent, stream=arena.stream)
+    with graphs.capture("g"):
+        pass
+    virtual.release("comm")
+    with pytest.raises(GraphRangeUnmapped, match="'peer'"):
+        graphs.check("g")
+    virtual.remove(address)
+    driver.va_free(address, PAGE)
+
+
 # launches
 
 
@@ -154,15 +261,15 @@ def test_a_launch_waits_for_an_edit_and_then_looks_again(
     with graphs.capture("g") as capture:
         capture.only(arena, PAGE)
     draining, launched = threading.Event(), []
-    quiesce = arena.stream.device.fences.quiesce
+    wait_idle = arena.stream.device.fences.wait_idle
 
     def slow(**arguments: float | None) -> bool:
         draining.set()
         time.sleep(0.05)
         assert not launched
-        return quiesce(**arguments)
+        return wait_idle(**arguments)
 
-    monkeypatch.setattr(arena.stream.device.fences, "quiesce", slow)
+    monkeypatch.setattr(arena.stream.device.fences, "wait_idle", slow)
     editor = threading.Thread(target=arena.decommit, args=(4 * PAGE,))
     editor.start()
     assert draining.wait(10)
@@ -285,3 +392,18 @@ def test_holes_are_what_was_unmapped_last(edits: list[tuple[int, int, bool]]) ->
             else:
                 with pytest.raises(GraphRangeUnmapped):
                     graphs.check(str(number))
+
+
+def test_a_range_that_cannot_be_made_leaves_the_book_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    book: RangeBook[str] = RangeBook()
+    book.add(10, 5, "a")
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranges_module, "Range", full)
+        with pytest.raises(MemoryError):
+            book.add(20, 5, "b")
+    assert [one.value for one in book] == ["a"]
+    assert [one.value for one in book.overlapping(0, 100)] == ["a"]

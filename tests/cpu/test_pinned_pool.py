@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 
 import pytest
+from finalisers import at_every_step
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -156,6 +158,64 @@ def test_threads_share_it(pool: PinnedPool) -> None:
     assert pool.stats().used_bytes == 0
 
 
+@pytest.mark.parametrize("step", ["alloc", "new chunk", "large", "free", "free later", "reap", "trim", "stats"])
+def test_a_finaliser_may_free_and_allocate_anywhere_inside_the_pool(driver: HostDriver, step: str) -> None:
+    """Three blocks between four free gaps: what is freed in the middle joins its neighbours all the same."""
+
+    def scenario():
+        pool = PinnedPool(Device(driver), chunk_bytes=CHUNK)
+        blocks = [pool.alloc(ALIGNMENT) for _ in range(7)]
+        for gap in blocks[::2]:
+            pool.free(gap)
+        used, point = {blocks[1], blocks[3], blocks[5]}, Point()
+        if step == "reap":
+            pool.free(blocks[1], after=point)
+            used.remove(blocks[1])
+            point.passed = True
+
+        def free(address: int, *, after: Point | None = None) -> None:
+            used.remove(address)
+            pool.free(address, after=after)
+
+        steps = {
+            "alloc": lambda: used.add(pool.alloc(1)),
+            "new chunk": lambda: used.add(pool.alloc(CHUNK - ALIGNMENT)),
+            "large": lambda: used.add(pool.alloc(2 * CHUNK)),
+            "free": lambda: free(blocks[5]),
+            "free later": lambda: free(blocks[5], after=point),
+            "reap": pool.reap,
+            "trim": pool.trim,
+            "stats": pool.stats,
+        }
+
+        def finaliser() -> None:
+            free(blocks[3])
+            address = pool.alloc(2 * ALIGNMENT)
+            assert address not in used
+            used.add(address)
+            pool.reap()
+            pool.trim()
+            pool.stats()
+
+        def check() -> None:
+            point.passed = True
+            pool.reap()
+            sizes = {address: pool.block_bytes(address) for address in used}
+            ends = [(start, start + size) for start, size in sorted(sizes.items())]
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+            stats = pool.stats()
+            assert (stats.used_bytes, stats.waiting_bytes) == (sum(sizes.values()), 0)
+            assert stats.reserved_bytes == driver._host_used_bytes
+            for address in sorted(used):
+                pool.free(address)
+            assert pool.trim() == stats.reserved_bytes, "every chunk is in one piece again"
+            assert driver._host_used_bytes == 0
+
+        return steps[step], finaliser, check
+
+    assert at_every_step("pinned_pool.py", scenario) > 20
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The model is a list of ranges: handed out, waiting, or neither."""
 
@@ -235,5 +295,5 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow]
 )

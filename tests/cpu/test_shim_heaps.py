@@ -333,4 +333,4 @@ class HeapMachine(RuleBasedStateMachine):
 
 
 TestHeapMachine = HeapMachine.TestCase
-TestHeapMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestHeapMachine.settings = settings(max_examples=50, stateful_step_count=30)

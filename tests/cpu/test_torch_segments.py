@@ -26,7 +26,7 @@ from tonnage.buffers.torch_fence import (
 from tonnage.buffers.torch_segments import Route, TorchSegments, find_route
 from tonnage.buffers.torch_settings import environment_problem, parse_alloc_conf
 from tonnage.device.host import HostDriver
-from tonnage.errors import BufferInUse, BufferOOM, DriverUnsupported, InvalidSetting, LedgerError
+from tonnage.errors import BufferInUse, BufferOOM, DriverUnsupported, InvalidSetting, LedgerError, RangeReferenced
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind, MemoryKind, Reading
 from tonnage.units import MiB
@@ -231,14 +231,90 @@ def test_a_decommit_that_fails_leaves_the_limit(segments: TorchSegments, monkeyp
     assert segments.limit_bytes == segments.state().limit_bytes == 8 * PAGE
 
 
-def test_an_arena_may_sleep_once_its_split_is_folded(segments: TorchSegments, ledger: Ledger) -> None:
-    torch_of(segments).alloc(3 * PAGE)
-    segments.poll()
-    segments.fold()
-    assert accounts(ledger) == {"": (8, 8, 2), "activations": (0, 0, 0)}
-    segments.poll()
-    segments.poll()
-    assert accounts(ledger) == {"": (5, 5, 2), "activations": (3, 3, 1)}
+@pytest.fixture
+def sleeper(driver: HostDriver, ledger: Ledger):
+    """Segments in an arena that has a tag."""
+    arena = VaArena(
+        Stream(Device(driver)),
+        ledger=ledger,
+        owner="torch",
+        line=LineKind.TRANSIENT,
+        reserve_bytes=8 * PAGE,
+        tag="act",
+        chunk_bytes=8 * PAGE,
+    )
+    arena.commit(8 * PAGE)
+    segments = TorchSegments(
+        arena, shim=shim_or_skip(), ledger=ledger, owner="torch", line=LineKind.TRANSIENT, tag="activations"
+    )
+    yield segments
+    torch = torch_of(segments)
+    for segment in segments.live():
+        torch.free(segment.address)
+    segments.close()
+    arena.close()
+    assert ledger.accounted_bytes == 0
+
+
+def test_an_arena_sleeps_only_when_its_split_is_folded(sleeper: TorchSegments, ledger: Ledger) -> None:
+    torch_of(sleeper).alloc(3 * PAGE)
+    sleeper.poll()
+    split = {"act": (5, 5, 1), "activations": (3, 3, 1)}
+    assert accounts(ledger) == split
+    virtual = sleeper.memory.stream.device.virtual
+    with pytest.raises(BufferInUse, match="fold"):
+        virtual.release("act")
+    assert accounts(ledger) == split  # and nothing is lost
+    assert (virtual.bad_handles(), virtual.leftovers("act")[0].why) == ((), "materialized")
+    sleeper.fold()
+    assert accounts(ledger) == {"act": (8, 8, 1), "activations": (0, 0, 0)}
+    watch = threading.Thread(target=sleeper.poll)  # somebody looks, between the fold and the release
+    watch.start()
+    watch.join()
+    assert accounts(ledger)["activations"] == (0, 0, 0)
+    assert virtual.release("act").freed_bytes == 8 * PAGE
+    sleeper.poll()
+    assert accounts(ledger) == {"act": (0, 0, 0), "activations": (0, 0, 0)}
+    virtual.materialize("act")
+    assert ledger.accounted_bytes == 8 * PAGE
+    sleeper.poll()
+    assert accounts(ledger) == split
+    with pytest.raises(BufferInUse, match="fold"):
+        virtual.release("act")
+
+
+def test_a_sleep_that_is_called_off_is_unfolded(sleeper: TorchSegments, ledger: Ledger) -> None:
+    torch_of(sleeper).alloc(3 * PAGE)
+    sleeper.fold()
+    sleeper.poll()
+    assert accounts(ledger)["activations"] == (0, 0, 0)
+    sleeper.unfold()
+    sleeper.poll()
+    assert accounts(ledger)["activations"] == (3, 3, 1)
+
+
+def test_a_refused_close_changes_nothing(segments: TorchSegments) -> None:
+    graphs = segments.memory.stream.device.graphs
+    with graphs.capture("g") as capture:
+        capture.touch(segments.memory.address, PAGE)
+    with pytest.raises(RangeReferenced, match="'g'"):
+        segments.close()
+    assert segments.state().limit_bytes == segments.limit_bytes == 8 * PAGE  # the heap is open
+    graphs.destroy("g")
+    number = segments.memory.exports.add("a view of somebody's")
+    with pytest.raises(BufferInUse, match="a view of somebody's"):
+        segments.close()
+    assert segments.state().limit_bytes == 8 * PAGE
+    segments.memory.exports.drop(number)
+    assert torch_of(segments).alloc(PAGE)  # it serves on
+
+
+def test_what_a_sealed_ledger_refuses_does_not_keep_it_open(segments: TorchSegments, ledger: Ledger) -> None:
+    ledger.seal(strict=True)
+    place = torch_of(segments).alloc(PAGE)
+    torch_of(segments).free(place)
+    segments.close()
+    assert segments.memory.usable_bytes == 0
 
 
 def test_neither_it_nor_its_arena_closes_under_a_segment(segments: TorchSegments, driver: HostDriver) -> None:
@@ -434,15 +510,9 @@ def test_settings_that_rule_our_segments_out_are_refused_by_name(environ: dict[s
         assert f"{knob} = " in route.reason
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
-    ],
-)
-def test_torch_reads_the_variable_that_we_look_at(environ: dict[str, str]) -> None:
+def test_torch_reads_the_variable_that_we_look_at() -> None:
     pytest.importorskip("torch")
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     code = (
         "import torch; ask = getattr(torch._C, '_accelerator_getAllocatorSettings', None); print(ask() if ask else '-')"
     )

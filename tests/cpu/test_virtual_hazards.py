@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tonnage.buffers import Device, Stream
+from tonnage.buffers.allocation import VirtualAllocation
 from tonnage.buffers.backing import Retain
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.scopes import ScopeConfig
-from tonnage.buffers.virtual import VirtualAllocation, VirtualMemory
+from tonnage.buffers.virtual import VirtualMemory
 from tonnage.device.hazard import HazardDriver
 from tonnage.device.host import HostDriver
 

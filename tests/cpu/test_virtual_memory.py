@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_bench import CAPACITY, PAGE, Bench, ends, is_intact, write
 
-from tonnage.buffers import Device, Stream
+from tonnage.buffers import Device, Stream, VaArena
 from tonnage.buffers.backing import Retain
 from tonnage.buffers.chunk import Chunk, PageRun, Piece, State, pieces_of
 from tonnage.buffers.entries import FixedExtent
@@ -30,6 +32,7 @@ from tonnage.errors import (
     NotMaterialized,
     RangeReferenced,
 )
+from tonnage.terms import LineKind
 
 ASLEEP, AWAKE = State.RELEASED, State.MATERIALIZED
 
@@ -162,6 +165,7 @@ def test_memory_comes_back_at_the_same_address(bench: Bench, restore: Restore) -
 
 
 @pytest.mark.parametrize("restore", [Restore.CPU, Restore.PINNED])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_release_then_materialise_is_the_identity_on_bytes(restore: Restore, data: st.DataObject) -> None:
     bench = Bench()
@@ -626,3 +630,108 @@ def test_threads_release_and_materialise_and_free_at_will(bench: Bench) -> None:
     bench.device.fences.quiesce()
     bench.memory.sweep()
     bench.require_balance()
+
+
+# what is asked of the device, and in which order
+
+
+def test_a_release_with_a_time_out_waits_no_longer_for_anything(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        bench.allocate(1, "kv")
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.host, "device_sync", lambda: pytest.fail("a wait without an end"))
+        assert bench.memory.release("kv", timeout_s=5).num_chunks == 3
+    syncs: list[None] = []
+    bench.memory.materialize("kv").sync()
+    monkeypatch.setattr(bench.host, "device_sync", lambda: syncs.append(None))
+    bench.memory.release("kv")
+    assert len(syncs) == 2  # before the launches are kept out, and after; not once an entry
+
+
+def test_a_launch_between_the_wait_and_the_edit_is_waited_for_within_the_time(bench: Bench) -> None:
+    bench.allocate(1, "kv")
+    idle = iter((True, False))
+    bench.device.fences.wait_idle = lambda **_: next(idle)  # type: ignore[method-assign]
+    with pytest.raises(BufferInUse, match="still running after 3 s"):
+        bench.memory.release("kv", timeout_s=3)
+    assert bench.states() == [AWAKE]
+    del bench.device.fences.wait_idle
+
+
+def test_a_wake_asks_the_others_for_what_is_missing_and_no_more(bench: Bench) -> None:
+    bench.allocate(60, "kv")
+    bench.memory.release("kv")
+    others = [bench.host.mem_alloc(PAGE) for _ in range(5)]
+    asked: list[int] = []
+
+    def give(num_bytes: int) -> int:
+        asked.append(num_bytes)
+        bench.host.mem_free(others.pop())
+        return PAGE
+
+    bench.device.pressure.register("cache", give)
+    bench.memory.materialize("kv").sync()
+    assert asked == [PAGE]
+    for address in others:
+        bench.host.mem_free(address)
+
+
+@pytest.mark.parametrize("restore", Restore)
+def test_what_was_restored_on_a_stream_that_is_closed_wakes_all_the_same(bench: Bench, restore: Restore) -> None:
+    first, second = Stream.create(bench.device), Stream.create(bench.device)
+    early = bench.allocate(2, "early", restore, restore_stream=first)
+    late = bench.allocate(2, "late", restore, restore_stream=second)
+    first.close()
+    bench.memory.release("early", "late")
+    second.close()
+    bench.memory.materialize("early", "late").sync()
+    assert restore.discards or (is_intact(early) and is_intact(late))
+    early.keep_zero(0, 1)
+
+
+def test_an_event_that_cannot_be_destroyed_is_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.allocate(1, "kv")
+    bench.memory.release("kv")
+    wake = bench.memory.materialize("kv")
+    assert wake.event is not None
+    bench.host.event_destroy(wake.event)  # by somebody else: it fails for us, now and for ever
+    bench.memory.release("kv")
+    bench.device.fences.quiesce()
+    assert (wake.event, bench.device.fences.num_waiting) == (None, 0)
+    wake.close()
+
+
+def test_closing_an_arena_beside_a_release_of_its_tag_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both want its entry and the graphs' lock. Each is made to wait inside its first wait for the other."""
+    arena = VaArena(bench.stream, ledger=bench.ledger, owner="kv", line=LineKind.KV, reserve_bytes=16 * PAGE, tag="kv")
+    arena.commit(4 * PAGE)
+    both, device_sync, met = threading.Barrier(2), bench.host.device_sync, set()
+    failed: list[Exception] = []
+
+    def wait_for_the_other() -> None:
+        name = threading.current_thread().name
+        if name in ("close", "release") and name not in met:
+            met.add(name)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+        device_sync()
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - told by the main thread
+            failed.append(error)
+
+    monkeypatch.setattr(bench.host, "device_sync", wait_for_the_other)
+    threads = [
+        threading.Thread(target=run, args=(call,), name=name, daemon=True)
+        for name, call in (("release", lambda: bench.memory.release("kv")), ("close", arena.close))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} waits for ever"
+    assert failed == []
+    assert arena.address == 0
+    assert bench.host.used_bytes == 0

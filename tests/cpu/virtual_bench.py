@@ -6,10 +6,11 @@ import ctypes
 from typing import Any
 
 from tonnage.buffers import Device, Stream
+from tonnage.buffers.allocation import VirtualAllocation
 from tonnage.buffers.chunk import State
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.scopes import ScopeConfig
-from tonnage.buffers.virtual import VirtualAllocation, VirtualMemory
+from tonnage.buffers.virtual import VirtualMemory
 from tonnage.device.fault import ALLOCATING, RELEASING, FaultDriver
 from tonnage.device.host import HostDriver
 from tonnage.ledger import Ledger

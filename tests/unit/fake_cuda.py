@@ -47,6 +47,11 @@ ATTRIBUTES = {
 POOL_ATTRIBUTES = (
     "RELEASE_THRESHOLD", "RESERVED_MEM_CURRENT", "RESERVED_MEM_HIGH", "USED_MEM_CURRENT", "USED_MEM_HIGH"
 )  # fmt: skip
+#: What CUDA calls unsafe: not for a thread in mode "global" while another captures in that mode.
+UNSAFE = frozenset(
+    ("cuMemAlloc", "cuMemAllocManaged", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuMemPoolTrimTo",
+     "cuMemPoolCreate", "cuMemPoolDestroy", "cuStreamSynchronize", "cuEventSynchronize", "cuEventQuery")
+)  # fmt: skip
 
 
 class Number:
@@ -79,6 +84,9 @@ def driver_function(*, needs_context: bool = True) -> Callable[[Callable[..., An
             status = self.scripted(name)
             if status:
                 return CUresult(status), *([None] * num_values)
+            if name in UNSAFE and self.is_captured_globally and self.thread_mode() == 0:
+                self.broken_by.append(name)
+                return CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, *([None] * num_values)
             if needs_context and getattr(self.thread, "current", None) is None:
                 return CUresult.CUDA_ERROR_INVALID_CONTEXT, *([None] * num_values)
             try:
@@ -107,6 +115,7 @@ class FakeCuda:
     CUmemAccess_flags = names("CU_MEM_ACCESS_FLAGS_PROT_", "NONE", "READ", "READWRITE")
     CUmemAllocationGranularity_flags = names("CU_MEM_ALLOC_GRANULARITY_", "MINIMUM", "RECOMMENDED")
     CUmemAttach_flags = names("CU_MEM_ATTACH_", "NONE", "GLOBAL")
+    CUstreamCaptureMode = names("CU_STREAM_CAPTURE_MODE_", "GLOBAL", "THREAD_LOCAL", "RELAXED")
     CUstream_flags = names("CU_STREAM_", "DEFAULT", "NON_BLOCKING")
     CUevent_flags = names("CU_EVENT_", "DEFAULT", "BLOCKING_SYNC", "DISABLE_TIMING")
     CUmemPoolProps = staticmethod(record(allocType=None, handleTypes=None))
@@ -121,6 +130,8 @@ class FakeCuda:
         self.retained: Counter[int] = Counter()
         self.heeds_alignment = True
         self.capturing: set[int] = set()
+        self.is_captured_globally = False  # by another thread, on a stream that nobody here knows
+        self.broken_by: list[str] = []  # calls that ended that capture with an error
         self._scripts: dict[str, deque[int]] = {}
         self._always: dict[str, int] = {}
         self._numbers = count(0x7F0000000000, 0x100)
@@ -387,6 +398,14 @@ class FakeCuda:
     def cuStreamIsCapturing(self, stream: Any) -> int:
         self._require(self._streams, stream)
         return int(int(stream) in self.capturing)
+
+    @driver_function(needs_context=False)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        before, self.thread.mode = self.thread_mode(), mode
+        return before
+
+    def thread_mode(self) -> int:
+        return getattr(self.thread, "mode", self.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
 
     @driver_function()
     def cuEventCreate(self, flags: int) -> Number:

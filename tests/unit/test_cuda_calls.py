@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -281,17 +282,21 @@ def test_the_short_path_leaves_the_current_context_alone_and_asks_again_where_th
     ours = int(api.thread.current)
     api.thread.current = Number(0xBAD)
     held = driver.pool_alloc(pool, 8, stream=stream)
+    assert not driver.stream_capturing(stream)
     assert int(api.thread.current) == 0xBAD
-    api.thread.current = None
-    driver.pool_free(held, stream=stream)
-    assert int(api.thread.current) == ours
+    for call in (lambda: driver.stream_capturing(stream), lambda: driver.pool_free(held, stream=stream)):
+        api.thread.current = None
+        call()
+        assert int(api.thread.current) == ours
 
 
 def test_the_short_path_makes_one_call_of_the_driver(api, driver):
     stream, pool = driver.stream_create(priority=0), driver.pool_create()
     api.calls.clear()
     driver.pool_free(driver.pool_alloc(pool, 8, stream=stream), stream=stream)
-    assert [name for name, _ in api.calls] == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync"]
+    assert not driver.stream_capturing(stream)
+    names = [name for name, _ in api.calls]
+    assert names == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuStreamIsCapturing"]
     assert not any(isinstance(argument, int) for argument in api.calls[1][1]), "no conversions on the way"
 
 
@@ -327,6 +332,39 @@ def test_captures_are_seen_and_a_capturing_stream_is_not_destroyed(api, driver):
         driver.stream_destroy(stream)
     api.fail("cuStreamIsCapturing", code("STREAM_CAPTURE_IMPLICIT"), times=1)
     assert driver.stream_capturing(0)
+    api.fail("cuStreamIsCapturing", code("INVALID_VALUE"), times=2)
+    with pytest.raises(DriverError, match="INVALID_VALUE"):
+        driver.stream_capturing(stream)
+
+
+def test_no_call_breaks_the_capture_of_another_thread_and_the_mode_is_put_back(api, driver):
+    """A capture of mode "global", torch's, on a stream that we do not know."""
+    stream, event, pool = driver.stream_create(priority=0), driver.event_create(), driver.pool_create()
+    api.is_captured_globally = True
+    driver.event_record(event, stream=stream)
+    assert driver.event_done(event)
+    driver.event_sync(event)
+    driver.stream_sync(stream)
+    driver.mem_free(driver.mem_alloc(PAGE))
+    driver.mem_free(driver.managed_alloc(PAGE))
+    driver.host_free(driver.host_alloc(PAGE, flags=0))
+    driver.pool_free(driver.pool_alloc(pool, 8, stream=stream), stream=stream)
+    driver.pool_trim(pool, 0)
+    driver.pool_destroy(driver.pool_create())
+    assert api.broken_by == []
+    assert api.thread_mode() == api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
+@pytest.mark.parametrize("name", ["cuMemAlloc", "cuEventQuery", "cuThreadExchangeStreamCaptureMode"])
+def test_the_mode_is_put_back_when_a_call_fails_and_a_thread_keeps_its_own(api, driver, name):
+    mine = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    api.thread.mode = mine
+    event = driver.event_create()
+    api.fail(name, code("UNKNOWN"))
+    for call in (lambda: driver.mem_alloc(PAGE), lambda: driver.event_done(event)):
+        with suppress(DriverError):
+            call()
+        assert api.thread_mode() == mine
 
 
 def test_events_carry_no_time_and_know_when_they_are_not_ready(api, driver):

@@ -206,14 +206,21 @@ def test_entries_carry_the_device_and_the_planned_line() -> None:
     assert (entry.device, entry.planned_bytes, entry.how) == (3, 50, How.COUNTED)
 
 
-def test_threads_do_not_lose_bytes() -> None:
+@pytest.mark.parametrize("noted", [False, True], ids=["add and sub", "take and give"])
+def test_threads_do_not_lose_bytes(noted: bool) -> None:
     ledger = Ledger(0, 100)
 
     def work(number: int) -> None:
         account = open_account(ledger, f"owner {number % 2}")
         for _ in range(500):
-            account.add(1, 3)
-            account.sub(1, 2)
+            if noted:
+                account.take(3, 7)
+                account.take(1, 7)
+                account.give(3, 7)
+                account.sub(0, 0)
+            else:
+                account.add(1, 3)
+                account.sub(1, 2)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -64,6 +64,21 @@ class LedgerModel(RuleBasedStateMachine):
         self.changed(account)
         return account, (requested, requested + padding)
 
+    @rule(target=live, account=accounts, num_bytes=st.integers(1, 2**40))
+    def take(self, account: Account, num_bytes: int) -> tuple[Account, tuple[int, int]]:
+        account.take(num_bytes, 7)
+        self.held[account].append((num_bytes, num_bytes))
+        self.changed(account)
+        return account, (num_bytes, num_bytes)
+
+    @rule(one=consumes(live))
+    def give(self, one: tuple[Account, tuple[int, int]]) -> None:
+        """What ``take`` took; what ``add`` added goes back by ``sub``, and either way of giving fits a ``take``."""
+        account, sizes = one
+        account.give(sizes[0], 7) if sizes[0] == sizes[1] > 0 else account.sub(*sizes)
+        self.held[account].remove(sizes)
+        self.changed(account)
+
     @rule(one=consumes(live))
     def sub(self, one: tuple[Account, tuple[int, int]]) -> None:
         account, sizes = one

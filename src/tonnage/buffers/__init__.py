@@ -3,6 +3,7 @@
 Nothing here imports torch: ``torch_view`` and the ``torch_`` modules, which need it, are asked for by their own names.
 """
 
+from tonnage.buffers.allocation import VirtualAllocation
 from tonnage.buffers.arena import VaArena
 from tonnage.buffers.backing import Retain
 from tonnage.buffers.batch import Released, Wake
@@ -23,7 +24,7 @@ from tonnage.buffers.restore import Restore
 from tonnage.buffers.scopes import ScopeConfig, pop_vm, preserve_contents, push_vm, scope
 from tonnage.buffers.stable import StableBuffer
 from tonnage.buffers.stream import Stream
-from tonnage.buffers.virtual import VirtualAllocation, VirtualMemory
+from tonnage.buffers.virtual import VirtualMemory
 
 __all__ = [
     "Buffer",

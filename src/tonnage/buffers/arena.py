@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from tonnage.buffers.chunk import Chunk, Piece, State
+from tonnage.buffers.dlpack import Exportable
 from tonnage.buffers.memory import Exports, out_of_memory
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.runs import ArenaRun, lay_out
 from tonnage.buffers.stream import Stream
+from tonnage.buffers.uninterrupted import undone_if_interrupted, uninterrupted
 from tonnage.errors import (
     BufferInUse,
     BufferOOM,
@@ -29,7 +31,7 @@ from tonnage.units import MiB, round_up
 DEFAULT_CHUNK_BYTES = 64 * MiB
 
 
-class VaArena:
+class VaArena(Exportable):
     """``reserve_bytes`` of addresses (rounded up to pages), of which the first ``committed_bytes`` have memory.
 
     Booked under ``owner``, ``line`` and ``tag``: requested bytes as asked for, physical bytes in whole pages. With a
@@ -79,16 +81,18 @@ class VaArena:
         self._account = ledger.open(owner=owner, line=line, memory=MemoryKind.GPU, tag=tag)
         self._run = ArenaRun(stream.device, self._account, edited=self._edited, peers=peers)
         self._chunk: Chunk[list[Piece]] | None = None
-        for offset, size in zero_ranges:
-            self._require_inside(offset, size)
-        least_bytes = round_up(least_reserve_bytes or self.size_bytes, self._page_bytes)
-        if self.path == "static":
-            self._allocate(least_bytes)
-        else:
-            self._reserve(least_bytes)
-            if tag:
-                self._register(restore)
-        self._fine_from = self.size_bytes if fine_from_bytes is None else fine_from_bytes
+        self._registered_zeros: list[tuple[int, int]] = []
+        with undone_if_interrupted(self.close):
+            for offset, size in zero_ranges:
+                self._require_inside(offset, size)
+            least_bytes = round_up(least_reserve_bytes or self.size_bytes, self._page_bytes)
+            if self.path == "static":
+                self._allocate(least_bytes)
+            else:
+                self._reserve(least_bytes)
+                if tag:
+                    self._register(restore)
+            self._fine_from = self.size_bytes if fine_from_bytes is None else fine_from_bytes
 
     def __repr__(self) -> str:
         state = f" {self.path}" if self.path == "static" else ""
@@ -113,10 +117,6 @@ class VaArena:
     @property
     def has_views(self) -> bool:
         return self._exports.is_alive
-
-    @property
-    def root(self) -> VaArena:
-        return self
 
     @property
     def committed_bytes(self) -> int:
@@ -151,6 +151,7 @@ class VaArena:
         """Changes of the page table so far: map, set_access and unmap calls."""
         return self._run.num_edits
 
+    @uninterrupted
     def commit(self, num_bytes: int, *, stream: Stream | None = None, timeout_s: float | None = None) -> int:
         """Make at least the first ``num_bytes`` usable; returns ``committed_bytes``.
 
@@ -172,6 +173,7 @@ class VaArena:
         self._register_zeros()
         return self.committed_bytes
 
+    @uninterrupted
     def decommit(self, num_bytes: int, *, timeout_s: float | None = None) -> int:
         """Give back whole handles beyond the first ``num_bytes``; returns the bytes given back.
 
@@ -184,13 +186,14 @@ class VaArena:
         keep_bytes = max(0, num_bytes)
         gone = [piece for piece in self._run.pieces if piece.addr - self._address >= keep_bytes]
         if gone:
-            self._require_unreferenced(gone[0].addr, self._address + self.committed_bytes - gone[0].addr)
+            self.require_unreferenced(gone[0].addr, self._address + self.committed_bytes - gone[0].addr)
             self._shrink(gone, timeout_s)
         self._run.request(min(self._run.requested_bytes, keep_bytes))
         self._run.sweep()
         self._register_zeros()
         return sum(piece.size for piece in gone if not piece.is_held)
 
+    @uninterrupted
     def close(self, *, timeout_s: float | None = None) -> None:
         """Give everything back, addresses included. Closing again does nothing.
 
@@ -201,12 +204,20 @@ class VaArena:
             return
         self._run.require_process()
         self._exports.require_none(self)
-        self._require_unreferenced(self._address, self.size_bytes)
-        with self._edit(self._address, self.size_bytes, unmaps=True, timeout_s=timeout_s):
+        self.require_unreferenced()
+        with self._entry_held(), self._edit(self._address, self.size_bytes, unmaps=True, timeout_s=timeout_s):
             self._give_back()
         self._graphs.forget(self._address, self.size_bytes)
         self._address = 0
 
+    def require_unreferenced(self, addr: int | None = None, size: int | None = None) -> None:
+        """Raise ``RangeReferenced`` while a graph or a registration holds a byte of the range; by default of all."""
+        addr, size = self._address if addr is None else addr, self.size_bytes if size is None else size
+        held = self._graphs.referenced(addr, size)
+        if held is not None:
+            raise RangeReferenced(f"{self!r} cannot give {size:,} bytes at {addr:#x} back: {held}")
+
+    @uninterrupted
     def keep_zero(self, offset: int, size: int) -> None:
         """One more of the ``zero_ranges``: zero from now on after every commit and materialise, and zeroed now.
 
@@ -245,8 +256,7 @@ class VaArena:
     def _shrink(self, gone: list[Piece], timeout_s: float | None) -> None:
         end = gone[-1].addr + gone[-1].size
         with self._edit(gone[0].addr, end - gone[0].addr, unmaps=True, timeout_s=timeout_s):
-            self._run.take_away(gone)
-            del self._run.pieces[-len(gone) :]
+            self._run.drop(gone)
 
     def _give_back(self) -> None:
         if self.path == "static":
@@ -260,14 +270,20 @@ class VaArena:
             self._run.rescue()
             if self._chunk is not None:
                 self.stream.device.virtual.remove(self._address)
+                self._chunk.destroy()  # it has no pages left
+                self._chunk = None
             self.stream.driver.va_free(self._address, self.size_bytes)
+
+    def _entry_held(self) -> AbstractContextManager[None]:
+        """No other thread puts it to sleep meanwhile. Before the graphs' lock, as in every release."""
+        return nullcontext() if self._chunk is None else self.stream.device.virtual.holding(self._address)
 
     @contextmanager
     def _edit(self, addr: int, size: int, *, unmaps: bool, timeout_s: float | None) -> Iterator[None]:
         """A drained point: no launch begins meanwhile, and nothing that began before still runs."""
 
         def drain() -> None:
-            if (unmaps or not self._concurrent) and not self.stream.device.fences.quiesce(timeout_s=timeout_s):
+            if (unmaps or not self._concurrent) and not self.stream.device.fences.wait_idle(timeout_s=timeout_s):
                 raise BufferInUse(f"{self!r} was not changed: work was still running after {timeout_s} s")
 
         with self._graphs.editing(addr, size, unmaps=unmaps, drain=drain):
@@ -317,10 +333,9 @@ class VaArena:
 
     def _register(self, restore: Restore) -> None:
         """One entry of ``device.virtual``, which releases and materialises whatever the run holds at that moment."""
-        if self._chunk is None:
-            self._chunk = Chunk(self._run, [self._run])
-            self._chunk.materialize()  # nothing is committed yet, so nothing is made
-        self._restore, self._registered_zeros = restore, self._zeros()
+        self._chunk = Chunk(self._run, [self._run])
+        self._chunk.materialize()  # nothing is committed yet, so nothing is made
+        self._register_zeros()
         self.stream.device.virtual.add(
             self._address,
             self._chunk,
@@ -329,19 +344,16 @@ class VaArena:
             extent=self._run,
             stream=self.stream,
             restore=restore,
-            zero_ranges=[(self._address + offset, size) for offset, size in self._registered_zeros],
+            zero_ranges=self._registered_zeros,
+            tells_graphs=True,
         )
 
     def _register_zeros(self) -> None:
-        """What is zeroed on waking follows what is committed."""
-        if self._chunk is not None and self._zeros() != self._registered_zeros:
-            self.stream.device.virtual.remove(self._address)
-            self._register(self._restore)
-
-    def _zeros(self) -> list[tuple[int, int]]:
-        """The ``zero_ranges``, as far as they have memory."""
-        end = self.committed_bytes
-        return [(offset, min(size, end - offset)) for offset, size in self._zero_ranges if offset < end]
+        """What is zeroed on waking: the ``zero_ranges``, as far as they have memory now."""
+        start, end = self._address, self.committed_bytes
+        self._registered_zeros[:] = [
+            (start + offset, min(size, end - offset)) for offset, size in self._zero_ranges if offset < end
+        ]
 
     def _reserve(self, least_bytes: int) -> None:
         driver, size = self.stream.driver, self.size_bytes
@@ -373,11 +385,6 @@ class VaArena:
             driver.mem_free(self._address)
             raise
         self._graphs.know(self, size=0)
-
-    def _require_unreferenced(self, addr: int, size: int) -> None:
-        held = self._graphs.referenced(addr, size)
-        if held is not None:
-            raise RangeReferenced(f"{self!r} cannot give {size:,} bytes at {addr:#x} back: {held}")
 
     def _require_inside(self, offset: int, size: int) -> None:
         if offset < 0 or size <= 0 or offset + size > self.size_bytes:

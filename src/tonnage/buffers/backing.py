@@ -9,6 +9,7 @@ from contextlib import suppress
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 
+from tonnage.buffers.uninterrupted import uninterrupted
 from tonnage.device.driver import Driver
 from tonnage.device.machine import host_memory
 from tonnage.errors import BufferOOM, DriverError, DriverOOM
@@ -59,6 +60,7 @@ class Backings:
         self.retain = retain or Retain.always()
         self.held_bytes = self.kept_bytes = 0
 
+    @uninterrupted
     def take(self, size_bytes: int, *, pinned: bool, owner: str) -> Backing:
         """New host memory. ``BufferOOM``, with the figures of the host, where there is none."""
         self.sweep()
@@ -70,6 +72,7 @@ class Backings:
             self.held_bytes += size_bytes
         return backing
 
+    @uninterrupted
     def give_back(self, backing: Backing) -> None:
         """Free it, no copy from or to it being in flight. Never raises: what cannot be freed is tried again later."""
         self.use(backing)
@@ -94,6 +97,7 @@ class Backings:
                 self.kept_bytes -= backing.size_bytes
             backing.is_kept = False
 
+    @uninterrupted
     def sweep(self) -> None:
         with self._lock:
             stuck, self._stuck = self._stuck, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ from tonnage.buffers.fences import Mark
 from tonnage.buffers.ladder import relieve
 from tonnage.buffers.restore import Restorer
 from tonnage.buffers.stream import Stream
+from tonnage.buffers.uninterrupted import uninterrupted
 from tonnage.device.driver import Driver
-from tonnage.errors import CannotMaterialize, DriverError, DriverOOM, RangePoisoned, TonnageError
+from tonnage.errors import CannotMaterialize, DeviceLost, DriverError, DriverOOM, RangePoisoned, TonnageError
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,15 @@ class Wake:
 
     def close(self) -> None:
         """The point is passed, or nobody asks any more. Closing again does nothing."""
-        with self._lock:
-            if self.event is not None:
-                self._driver.event_destroy(self.event)
-            self.event = None
+        with uninterrupted, self._lock:
+            event, self.event = self.event, None  # forgotten first: what cannot be destroyed now never can be
+            if event is not None:
+                try:
+                    self._driver.event_destroy(event)
+                except DeviceLost:
+                    raise
+                except DriverError as error:
+                    logger.error("event %#x was not destroyed: %s", event, error)
 
 
 class Batch:
@@ -77,13 +83,22 @@ class Batch:
         self.device, self.driver, self.ranges = device, device.driver, ranges
         self.entries, self.verify = list(entries), verify
         self.lost: list[Entry] = []  # of this call: terminal now
+        for entry in self.entries:
+            entry.stream = device.fences.usable(entry.stream)  # it may have been closed since
 
-    def release(self) -> Released:
-        """Save everything, then unmap everything. What fails before the first unmap changes nothing at all."""
+    def release(self, drain: Callable[[], None]) -> Released:
+        """Save everything, then unmap everything. What fails before the first unmap changes nothing at all.
+
+        ``drain`` returns once nothing runs on the device, and raises where that takes too long.
+        """
         awake = self._in(State.MATERIALIZED)
         if not awake:
             return Released()
-        with self._editing(awake, unmaps=True):
+        for entry in awake:
+            for watcher in entry.watchers:
+                watcher.require_sleepable()
+        drain()  # here already: from there on no graph can be launched, so the second time is short
+        with self._editing(awake, unmaps=True, drain=drain):
             self._save(awake)
             return self._give_back(awake)
 
@@ -97,7 +112,7 @@ class Batch:
             return Wake(self.driver)
         self._preflight(asleep, margin_bytes, tags)
         try:
-            with self._editing(asleep, unmaps=False):
+            with self._editing(asleep, unmaps=False, drain=_nothing):
                 self._map(asleep)
                 wake = self._restore(asleep)
         except BaseException as error:
@@ -108,23 +123,25 @@ class Batch:
         for entry in asleep:
             if entry.restorer is not None:
                 entry.restorer.settle(self.device.fences, stream=entry.stream)
+            for watcher in entry.watchers:
+                watcher.woken()
         return wake
 
     def _in(self, state: State) -> list[Entry]:
         return [entry for entry in self.entries if entry.chunk.state is state]
 
     @contextmanager
-    def _editing(self, entries: Sequence[Entry], *, unmaps: bool) -> Iterator[None]:
+    def _editing(self, entries: Sequence[Entry], *, unmaps: bool, drain: Callable[[], None]) -> Iterator[None]:
         """No graph is launched meanwhile. What is unmapped is idle; what is mapped anew nothing can be using yet."""
         with ExitStack() as stack:
             for entry in entries:
                 if size := entry.extent.padded_bytes:
-                    drain = self.driver.device_sync if unmaps else _nothing
                     stack.enter_context(self.ranges.editing(entry.address, size, unmaps=unmaps, drain=drain))
+                    drain = _nothing  # it holds for all: the launches wait since the first
             yield
 
     def _edited(self, entry: Entry, *, mapped: bool) -> None:
-        if entry.run is not None:  # whoever brought its own creator tells of its own edits
+        if not entry.tells_graphs:
             self.ranges.edited(entry.address, entry.extent.padded_bytes, mapped=mapped, owner=entry.owner)
 
     def _save(self, awake: Sequence[Entry]) -> None:
@@ -180,9 +197,10 @@ class Batch:
     def _preflight(self, asleep: Sequence[Entry], margin_bytes: int, tags: tuple[str, ...]) -> None:
         """Refuse before anything is touched, once what our own caches and neighbours in this process keep is asked."""
         need_bytes = sum(entry.extent.padded_bytes for entry in asleep) + margin_bytes
-        if need_bytes <= self.driver.mem_info()[0]:
+        short_bytes = need_bytes - self.driver.mem_info()[0]
+        if short_bytes <= 0:
             return
-        told = "; ".join(relieve(self.device, need_bytes))
+        told = "; ".join(relieve(self.device, short_bytes))
         if need_bytes > self.driver.mem_info()[0]:
             raise self._refused(asleep, margin_bytes, tags, detail=told)
 
@@ -247,7 +265,7 @@ class Batch:
             self.driver.device_sync()
         with ExitStack() as stack:
             try:
-                stack.enter_context(self._editing(woken, unmaps=True))
+                stack.enter_context(self._editing(woken, unmaps=True, drain=self.driver.device_sync))
             except TonnageError:
                 logger.exception("taking registrations down again")
             for entry in reversed(woken):

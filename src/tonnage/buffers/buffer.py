@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tonnage.buffers import dlpack
 from tonnage.buffers.memory import Exports
@@ -47,22 +47,29 @@ class Buffer:
         "size_bytes", "used_on",
     )  # fmt: skip
 
-    physical_bytes: int
+    _exports: Exports | None
+    _shape: tuple[int, ...] | None
+    _source: Source
+    account: Account
+    base: int
+    capacity_bytes: int
+    dtype: str
     held: Any
+    physical_bytes: int
+    size_bytes: int
+    used_on: tuple[int, ...]
 
-    def __init__(
-        self, source: Source, account: Account, size_bytes: int, dtype: str, shape: tuple[int, ...] | None
-    ) -> None:
-        self._source = source
-        self.account = account
-        self.dtype = dtype
-        self._shape = shape
-        self.base = 0
-        self.used_on: tuple[int, ...] = ()
-        self._exports: Exports | None = None
+    @classmethod
+    def made(cls, source: Source, account: Account, size_bytes: int, dtype: str, shape: tuple[int, ...] | None) -> Self:
+        """One with memory from ``source``; raises what ``Source.fill`` does. (An ``__init__`` would cost more.)"""
+        buffer = cls()
+        buffer.base = 0
+        buffer._source, buffer.account, buffer.dtype, buffer._shape = source, account, dtype, shape
+        buffer.used_on, buffer._exports = (), None
         if size_bytes:
-            source.fill(self, size_bytes)
-        self.size_bytes = self.capacity_bytes = size_bytes
+            source.fill(buffer, size_bytes)
+        buffer.size_bytes = buffer.capacity_bytes = size_bytes
+        return buffer
 
     def __repr__(self) -> str:
         return f"<Buffer {self.kind} {self.size_bytes:,} bytes ({self.path}) at {self.address:#x} on {self.stream!r}>"
@@ -132,15 +139,15 @@ class Buffer:
 
     def record_stream(self, stream: Stream | int) -> None:
         """Work on ``stream`` uses the memory: a later free or reuse waits for what it has been asked until then."""
-        handle = stream if isinstance(stream, int) else stream.handle
+        handle = stream if isinstance(stream, int) else stream.bare_handle
         self.stream.device.fences.register(handle)
         if handle not in self.used_on:
             self.used_on = (*self.used_on, handle)
 
     def note_stream_use(self, stream: Stream) -> None:
         """A copy on our own stream touches it: host memory must outlive that, device memory does by stream order."""
-        if (self._source.on_host or self.kind is MemoryKind.MANAGED) and stream.handle not in self.used_on:
-            self.used_on = (*self.used_on, stream.handle)
+        if (self._source.on_host or self.kind is MemoryKind.MANAGED) and stream.bare_handle not in self.used_on:
+            self.used_on = (*self.used_on, stream.bare_handle)
 
     def close(self) -> None:
         """Give the memory back. Closing again does nothing.
@@ -153,9 +160,11 @@ class Buffer:
                 self._exports.require_none(self)
             self._source.give(self)
             self.base = 0
-            self.used_on = ()
+            if self.used_on:
+                self.used_on = ()
         self.size_bytes = self.capacity_bytes = 0
-        self._shape = None
+        if self._shape is not None:
+            self._shape = None
 
     release = close
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
@@ -118,7 +119,7 @@ class Chunk(Generic[H]):
             except BaseException as error:  # noqa: BLE001 - the other steps must run; it is raised below
                 if last is not None:
                     logger.error("releasing %r: %s", self, last)
-                last = error
+                last = graver(last, error)
         self._handle, self._num_set_up = None, 0
         if last is not None:
             self.is_terminal = True
@@ -143,9 +144,10 @@ class Chunk(Generic[H]):
                 logger.exception("destroying %r", self)
 
     def __del__(self) -> None:
-        # While the interpreter ends, the driver may be gone already; the process gives everything back anyway.
+        # Work may still use the memory, and a finaliser may run anywhere, in a capture too, where nothing may be waited
+        # for. So it stays as it is, until the driver is closed or the process ends.
         if getattr(self, "_handle", None) is not None and not sys.is_finalizing():
-            self.destroy()
+            logger.error("%r was dropped with its memory, which nobody can give back now: destroy it first", self)
 
 
 @dataclass(slots=True)
@@ -228,9 +230,7 @@ class PageRun:
         try:
             for piece in pieces:
                 if not piece.mapped:
-                    assert piece.handle is not None, "created before it is mapped"
-                    self.driver.map(piece.addr, piece.size, piece.handle)
-                    piece.mapped = True
+                    self._map(piece)
                     new.append(piece)
             for addr, size, _ in _runs(new):
                 self._open(addr, size)
@@ -239,15 +239,22 @@ class PageRun:
             raise
 
     def unmap_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Unmap those that are mapped, each run by one call. A run that fails does not stop the others."""
-        last: DriverError | None = None
+        """Unmap those that are mapped, each run by one call. A run that fails does not stop the others.
+
+        What anything but a ``DriverError`` cuts short (an interrupt) counts as unmapped: it may be, and nobody may
+        touch it.
+        """
+        last: BaseException | None = None
         for addr, size, run in _runs([piece for piece in pieces if piece.mapped]):
             try:
                 self.driver.unmap(addr, size)
             except DriverError as error:
                 logger.error("%d bytes at %#x stay mapped: %s", size, addr, error)
-                last = error
+                last = graver(last, error)
                 continue
+            except BaseException as error:  # noqa: BLE001 - raised below, when the others are done
+                last = error
+                self._make_sure(addr, size)
             for piece in run:
                 piece.mapped = False
         if last is not None:
@@ -255,7 +262,7 @@ class PageRun:
 
     def release_pieces(self, pieces: Sequence[Piece]) -> None:
         """Release the handles that are there. One that fails does not stop the others."""
-        last: DriverError | None = None
+        last: BaseException | None = None
         for piece in pieces:
             if piece.handle is None:
                 continue
@@ -263,11 +270,29 @@ class PageRun:
                 self.driver.phys_release(piece.handle)
             except DriverError as error:
                 logger.error("handle %#x of %d bytes stays: %s", piece.handle, piece.size, error)
-                last = error
+                last = graver(last, error)
                 continue
+            except BaseException as error:  # noqa: BLE001 - raised below, when the others are done
+                last = error  # it may be gone, and its number may be another's by the next attempt
             piece.handle = None
         if last is not None:
             raise last
+
+    def _map(self, piece: Piece) -> None:
+        assert piece.handle is not None, "created before it is mapped"
+        try:
+            self.driver.map(piece.addr, piece.size, piece.handle)
+        except DriverError:
+            raise
+        except BaseException:
+            self._make_sure(piece.addr, piece.size)
+            raise
+        piece.mapped = True
+
+    def _make_sure(self, addr: int, size: int) -> None:
+        """Unmap what may or may not be mapped: a call was cut short, and where it was not, this one is refused."""
+        with suppress(DriverError):
+            self.driver.unmap(addr, size)
 
     def _open(self, addr: int, size: int) -> None:
         """Allow access; a driver that is not ready is waited for a few times, then the edit fails as a whole."""
@@ -279,6 +304,11 @@ class PageRun:
                 if attempt == _ACCESS_ATTEMPTS or not error.code.endswith("NOT_READY"):
                     raise
             self.driver.device_sync()
+
+
+def graver(last: BaseException | None, error: BaseException) -> BaseException:
+    """The one of two failures to raise: the later, unless that would hide an interrupt."""
+    return error if last is None or isinstance(last, Exception) else last
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:

@@ -88,14 +88,14 @@ class Copying:
         if on_host:
             ctypes.memmove(dst, src, size_bytes)
         else:
-            self.stream.driver.copy(dst, src, size_bytes, stream=self.stream.handle)
+            self.stream.driver.copy(dst, src, size_bytes, stream=self.stream.bare_handle)
 
     def _fill(self, address: int, byte: int, size_bytes: int, *, on_host: bool, wait: int | None) -> None:
         self._await(wait, on_host=on_host)
         if on_host:
             ctypes.memset(address, byte, size_bytes)
         else:
-            self.stream.driver.fill(address, byte, size_bytes, stream=self.stream.handle)
+            self.stream.driver.fill(address, byte, size_bytes, stream=self.stream.bare_handle)
 
     def _await(self, event: int | None, *, on_host: bool) -> None:
         if event is None:

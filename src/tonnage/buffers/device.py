@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tonnage.buffers.fences import Fences
+from tonnage.buffers.graph_ranges import GraphRanges
 from tonnage.device.driver import Driver
 
 if TYPE_CHECKING:
-    from tonnage.buffers.graph_ranges import GraphRanges
     from tonnage.buffers.pinned_pool import PinnedPool
     from tonnage.buffers.pool import DevicePool
     from tonnage.buffers.pressure import Pressure
@@ -21,24 +21,33 @@ T = TypeVar("T")
 
 
 class _once(cached_property[T]):
-    """Made by the first thread that asks, and by it alone; Python's own takes no lock from 3.12 on."""
+    """Made by the first thread that asks, and by it alone; Python's own takes no lock from 3.12 on.
+
+    A finaliser that asks while it is being made makes one too: the first that is there is everybody's.
+    """
 
     def __get__(self, device: Any, owner: type | None = None) -> T:  # type: ignore[override]
         with device._lock:
-            made: T = super().__get__(device, owner)
-            return made
+            parts = vars(device)
+            if self.attrname not in parts:
+                made = self.func(device)
+                parts.setdefault(self.attrname, made)
+            found: T = parts[self.attrname]
+            return found
 
 
 class Device:
     """One per driver, made by whoever opens the device and passed on through ``Stream``; there is no global one.
 
-    Parts are made when first asked for: a program that never uses pinned memory pays nothing for it.
+    Parts are made when first asked for: a program that never uses pinned memory pays nothing for it. ``graphs`` knows
+    what captured graphs replay over and what is registered by physical page; what is captured there, the fences heed.
     """
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._lock = threading.RLock()
-        self.fences = Fences(driver)
+        self.graphs = GraphRanges()
+        self.fences = Fences(driver, self.graphs)
 
     def __repr__(self) -> str:
         return f"<Device {self.driver.uuid}>"
@@ -63,13 +72,6 @@ class Device:
         from tonnage.buffers.pressure import Pressure
 
         return Pressure()
-
-    @_once
-    def graphs(self) -> GraphRanges:
-        """What captured graphs replay over and what is registered by physical page."""
-        from tonnage.buffers.graph_ranges import GraphRanges
-
-        return GraphRanges()
 
     @_once
     def virtual(self) -> VirtualMemory:

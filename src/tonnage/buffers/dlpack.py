@@ -1,31 +1,22 @@
 """Our memory as a DLPack capsule, made by hand: nothing looks behind the pointer, so pages need not be mapped yet.
 
-The consumer calls our deleter when the last tensor over the memory goes: on any thread, perhaps while the interpreter
-ends. So deleters are plain functions kept for the life of the process, they take no lock and raise nothing, and at
-exit they are taken out of all structures that are still in use.
+The consumer calls a deleter when the last tensor over the memory goes: on any thread, while an exception is on its way,
+perhaps while the interpreter ends. No Python function can be that deleter: called with an exception pending it fails
+and loses the exception. So the capsule is a library's own, over a small array of ours, and only what it says about
+place, shape and type is replaced: the library's deleter lets go of our array properly, and not at all once the
+interpreter ends. When the array goes, references to it pop themselves out of dicts: no code of ours runs then, because
+a thread that is stopped in the middle of it, as daemons are at the end, would bring the process down.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import math
-from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    PYFUNCTYPE,
-    Structure,
-    c_int32,
-    c_int64,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-    cast,
-    py_object,
-)
+from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64, c_void_p, py_object
 from typing import Any
 
-from tonnage.buffers.memory import Memory
+from tonnage.buffers.memory import Memory, Until, require_usable
+from tonnage.errors import CaptureError
 from tonnage.layout import DTYPE_BYTES
 
 CPU, CUDA = 1, 2
@@ -51,7 +42,7 @@ class _Type(Structure):
 class _Tensor(Structure):
     _fields_ = (
         ("data", c_void_p), ("device", _Device), ("num_dimensions", c_int32), ("dtype", _Type),
-        ("shape", POINTER(c_int64)), ("strides", POINTER(c_int64)), ("offset_bytes", c_uint64),
+        ("shape", c_void_p), ("strides", c_void_p), ("offset_bytes", c_uint64),
     )  # fmt: skip
 
 
@@ -70,42 +61,15 @@ class _Versioned(Structure):
     )  # fmt: skip
 
 
-_NAMES: dict[type[_Managed | _Versioned], bytes] = {_Managed: b"dltensor", _Versioned: b"dltensor_versioned"}
+_NAMES: dict[bytes, type[_Managed | _Versioned]] = {b"dltensor": _Managed, b"dltensor_versioned": _Versioned}
 
-#: By the address of its structure, all that one capsule needs to stay alive: structure, shape, memory, number.
-_live: dict[int, tuple[_Managed | _Versioned, Any, Memory, int]] = {}
+#: What consumers have or may get: by a reference that pops itself when the tensor goes, the memory under it.
+_live: dict[Until, Memory] = {}
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = py_object, [c_void_p, ctypes.c_char_p, c_void_p]
-# Seen from a destructor the capsule has no references left: as a py_object it would be destroyed once more.
-_is_named = PYFUNCTYPE(ctypes.c_int, c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_pointer_of = PYFUNCTYPE(c_void_p, c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
-
-
-def _end(structure: int) -> None:
-    """The consumer's last tensor is gone."""
-    found = _live.pop(structure, None)
-    if found is not None:
-        found[2].exports.drop(found[3])
-
-
-def _end_unused(capsule: int) -> None:
-    """A capsule goes. One that was consumed has been renamed, and the consumer calls the deleter."""
-    for name in _NAMES.values():
-        if _is_named(capsule, name):
-            _end(_pointer_of(capsule, name))
-
-
-_delete, _drop_capsule = CFUNCTYPE(None, c_void_p)(_end), PYFUNCTYPE(None, c_void_p)(_end_unused)
-
-
-@atexit.register
-def _let_go() -> None:
-    """Tensors may outlive the interpreter, whose functions may not be called then: leave memory without deleters."""
-    for structure, *_ in list(_live.values()):
-        structure.deleter = None
-    for held in list(_live.values()):
-        ctypes.pythonapi.Py_IncRef(py_object(held))
+_is_named = ctypes.pythonapi.PyCapsule_IsValid
+_is_named.argtypes = [py_object, ctypes.c_char_p]
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = c_void_p, [py_object, ctypes.c_char_p]
 
 
 def device_of(memory: Memory) -> tuple[int, int]:
@@ -120,26 +84,42 @@ def capsule(memory: Memory, *, shape: tuple[int, ...], dtype: str = "uint8", ver
     """A capsule over the first bytes of ``memory``, writable and contiguous; ``dtype`` is a name of ``DTYPE_BYTES``.
 
     It and every tensor made from it keep the memory from being closed. Raises ``ValueError`` for more bytes than
-    there are.
+    there are and for closed memory, ``NotMaterialized`` for memory that sleeps.
     """
+    require_usable(memory)
     num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
     if num_bytes > memory.size_bytes:
         raise ValueError(f"{num_bytes:,} bytes of {dtype} do not lie in {memory!r}")
-    managed = _Versioned(major=1, minor=0) if versioned else _Managed()
     numbers = (c_int64 * (2 * len(shape) or 1))(*shape, *_strides(shape))
+    made, managed = _lent(numbers, versioned=versioned)
     tensor = managed.tensor
-    tensor.data = memory.address or None
+    tensor.data, tensor.offset_bytes = memory.address or None, 0
     tensor.device = _Device(*device_of(memory))
     tensor.dtype = _Type(*_TYPES[dtype])
     tensor.num_dimensions = len(shape)
-    tensor.shape = cast(numbers, POINTER(c_int64))
-    tensor.strides = cast(ctypes.addressof(numbers) + 8 * len(shape), POINTER(c_int64))
-    managed.deleter = cast(_delete, c_void_p)
-    address = ctypes.addressof(managed)
-    number = memory.exports.add(f"a tensor of {num_bytes:,} bytes")
-    _live[address] = (managed, numbers, memory, number)
-    made: object = _new_capsule(address, _NAMES[type(managed)], cast(_drop_capsule, c_void_p))
+    tensor.shape = ctypes.addressof(numbers)  # its address alone: we must not keep it alive
+    tensor.strides = tensor.shape + 8 * len(shape)
+    memory.exports.add_until(f"a tensor of {num_bytes:,} bytes", numbers)
+    _live[Until(numbers, _live.pop)] = memory
     return made
+
+
+def _lent(numbers: Any, *, versioned: bool) -> tuple[object, _Managed | _Versioned]:
+    """A capsule over ``numbers`` that some library made, and the structure in it: what it points to lives as long."""
+    try:
+        import numpy
+    except ImportError:  # then the consumer is torch
+        import torch
+
+        made: object = torch.utils.dlpack.to_dlpack(torch.frombuffer(numbers, dtype=torch.int64))
+    else:
+        array = numpy.frombuffer(numbers, dtype="int64")
+        try:
+            made = array.__dlpack__(max_version=(1, 0)) if versioned else array.__dlpack__()
+        except TypeError:  # numpy before 2.1 neither makes nor asks for versions
+            made = array.__dlpack__()
+    name = next(name for name in _NAMES if _is_named(made, name))
+    return made, _NAMES[name].from_address(_pointer_of(made, name))
 
 
 def exported(
@@ -154,21 +134,77 @@ def exported(
 ) -> object:
     """``__dlpack__`` of the array API standard: the consumer's ``stream`` is made to wait for the memory's own.
 
-    Raises ``BufferError`` where the consumer wants a copy or another device.
+    From then on the consumer's stream counts as using the memory: a later free waits for it, so it must live as long.
+    A consumer on the host gets the memory once the work that uses it is done. Raises ``BufferError`` where the
+    consumer wants a copy or another device, ``CaptureError`` while a stream that must be waited for is being captured,
+    and what ``capsule`` raises.
     """
+    require_usable(memory)
     have = device_of(memory)
     if copy or (dl_device is not None and tuple(dl_device) != have):
         raise BufferError(f"{memory!r} is exported as it is, on device {have}: no copy, no other device")
-    if have[0] == CUDA and stream != -1:
+    if have[0] == CPU:
+        _finish(memory)
+    elif stream != -1:
         # The standard's 1 is the legacy stream, our 0; a consumer that names none is on that one.
         _order(memory, 0 if stream in (None, 1) else int(stream or 0))
     return capsule(memory, shape=shape, dtype=dtype, versioned=max_version is not None and max_version[0] >= 1)
 
 
+class Exportable:
+    """``from_dlpack`` of torch, numpy and cupy for memory without a shape: all its addresses, as uint8.
+
+    Only the first ``usable_bytes`` may be touched. Raises as ``exported`` does.
+    """
+
+    def __dlpack_device__(self: Memory) -> tuple[int, int]:
+        return device_of(self)
+
+    def __dlpack__(
+        self: Memory,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        return exported(
+            self,
+            shape=(self.size_bytes,),
+            dtype="uint8",
+            stream=stream,
+            max_version=max_version,
+            dl_device=dl_device,
+            copy=copy,
+        )
+
+
+def _finish(memory: Memory) -> None:
+    """Wait for the work that uses host memory: its consumer knows no streams."""
+    used_on: tuple[int, ...] = getattr(memory, "used_on", ())
+    if used_on:
+        mark = memory.stream.device.fences.mark(*used_on)
+        try:
+            mark.wait()
+        finally:
+            mark.close()
+
+
 def _order(memory: Memory, consumer: int) -> None:
+    """The consumer waits for the memory's stream, and a free of the memory will wait for the consumer."""
     own = memory.stream
-    if consumer != own.handle:
-        wait_for(own.driver, waiting=consumer, on=own.handle)
+    if consumer != own.bare_handle:
+        for handle in (own.bare_handle, consumer):
+            # An event recorded on one side of a capture and waited for on the other would end it.
+            if own.driver.stream_capturing(handle):
+                raise CaptureError(
+                    f"{memory!r} is exported to stream {consumer:#x} while stream {handle:#x} is being captured: "
+                    "export it before the capture"
+                )
+        wait_for(own.driver, waiting=consumer, on=own.bare_handle)
+    record = getattr(memory, "record_stream", None)
+    if record is not None:
+        record(consumer)
 
 
 def wait_for(driver: Any, *, waiting: int, on: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,7 +51,19 @@ class Ranges(Protocol):
     ) -> AbstractContextManager[None]: ...
     def edited(self, addr: int, size: int, *, mapped: bool, owner: str = "") -> None: ...
     def referenced(self, addr: int, size: int) -> str | None: ...
+    def require_no_capture(self, what: str) -> None: ...
+    def add_source(self, source: Callable[[], Iterable[Entry]]) -> None: ...
     def forget(self, addr: int, size: int) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who is told when an entry sleeps and wakes; see ``VirtualMemory.watch``."""
+
+    def require_sleepable(self) -> None:
+        """Raise where it must not sleep now; nothing has been changed."""
+
+    def woken(self) -> None:
+        """It is awake again. Never raises."""
 
 
 class Lock(AbstractContextManager[bool], Protocol):
@@ -67,6 +79,7 @@ class Entry:
     run             our own pages; None where the creator was given to us
     reserved_bytes  of addresses that are freed with it; 0 where the caller keeps them
     zero_ranges     (address, bytes) that read zero after every materialise
+    tells_graphs    whoever made it tells the graphs of it by himself: what is mapped, and what a capture uses
     must_drain      the device is to be idle before it is undone: the mark made for it does not cover all work
     """
 
@@ -81,6 +94,8 @@ class Entry:
     run: PageRun | None = None
     reserved_bytes: int = 0
     zero_ranges: Sequence[Span] = ()
+    tells_graphs: bool = False
+    watchers: list[Watcher] = field(default_factory=list, repr=False)
     num_holds: int = 0
     must_drain: bool = False
     # Re-entrant: a finaliser may free the entry on the thread that is just working on it.
@@ -105,6 +120,16 @@ class Entry:
         left_bytes = self.extent.leftover_bytes
         is_lost = self.chunk.is_terminal and not left_bytes  # all of it, for all that anybody knows
         return left_bytes + (self.extent.padded_bytes if self.chunk.is_releasable or is_lost else 0)
+
+    # what a capture attributes to its graph: all of it, because anybody may have its address
+
+    @property
+    def committed_bytes(self) -> int:
+        return self.extent.padded_bytes if self.chunk.state is State.MATERIALIZED else 0
+
+    @property
+    def has_views(self) -> bool:
+        return True
 
     def book(self) -> None:
         """Bring the account to what is held. Raises ``LedgerError`` after a strict seal, with nothing booked."""

@@ -7,7 +7,7 @@ every replay. A registration (NCCL, RDMA, IPC) knows physical pages, so its rang
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -19,29 +19,38 @@ from tonnage.errors import CaptureError, GraphRangeUnmapped, RangeReferenced
 T = TypeVar("T")
 
 
-class Stable(Protocol):
-    """Memory that graphs may be captured over: at one address for life, of which a leading part is mapped."""
+class Located(Protocol):
+    """Memory at an address that is its own for life: an arena, a buffer of a scope, an allocation."""
+
+    @property
+    def address(self) -> int: ...
+
+
+class Stable(Located, Protocol):
+    """Memory that graphs may be captured over, of which a leading part is mapped."""
 
     @property
     def owner(self) -> str: ...
     @property
-    def address(self) -> int: ...
+    def tag(self) -> str: ...
     @property
     def committed_bytes(self) -> int: ...
     @property
     def has_views(self) -> bool: ...
-    @property
-    def root(self) -> Stable:
-        """Itself, or the memory that it is a part or another name of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """``size`` bytes at ``addr``, of ``owner``'s, that a graph replays over."""
+    """``size`` bytes at ``addr``, of ``owner``'s, that a graph replays over; ``tag``: what it sleeps by, if it does."""
 
     addr: int
     size: int
     owner: str
+    tag: str = ""
+
+    def __str__(self) -> str:
+        tag = f" (tag {self.tag!r})" if self.tag and self.tag != self.owner else ""
+        return f"{self.size:,} bytes at {self.addr:#x} of {self.owner!r}{tag}"
 
     @property
     def end(self) -> int:
@@ -58,32 +67,31 @@ class Capture:
         self.graph_id = graph_id
         self._said: list[Touched] = []
         self._handed_out: dict[int, Stable] = {}  # by id(): memory need not be hashable
-        self._limits: dict[int, tuple[Stable, int]] = {}
+        self._limits: dict[int, int] = {}  # by address: an arena may have more than one name
 
     def touch(self, addr: int, size: int, *, owner: str = "a range touched by hand") -> None:
         """The graph uses this range too: memory that was handed out by nobody we know."""
         self._said.append(Touched(addr, size, owner))
 
-    def only(self, memory: Stable, num_bytes: int) -> None:
-        """Of ``memory`` the graph is bound to the first ``num_bytes`` alone, instead of all that is committed.
+    def only(self, memory: Located, num_bytes: int) -> None:
+        """Of ``memory`` the graph is bound to the first ``num_bytes`` alone, instead of all that it has.
 
         For memory reached through tables that the caller rewrites before a replay: paged KV, say, whose tail may go
         once no table names a block of it.
         """
-        self._limits[id(memory.root)] = (memory.root, num_bytes)
+        self._limits[memory.address] = num_bytes
 
     def hand_out(self, memory: Stable) -> None:
         self._handed_out[id(memory)] = memory
 
     def ranges(self, viewed: list[Stable]) -> tuple[Touched, ...]:
         """Ranges said, and for memory handed out or looked at: up to its limit, or all that is committed now."""
-        found = {id(memory): memory for memory in viewed} | self._handed_out
-        found |= {key: memory for key, (memory, _) in self._limits.items()}
+        found = {memory.address: memory for memory in (*viewed, *self._handed_out.values())}
         whole = []
-        for key, memory in found.items():
-            size = self._limits[key][1] if key in self._limits else memory.committed_bytes
+        for address, memory in found.items():
+            size = self._limits.get(address, memory.committed_bytes)
             if size:
-                whole.append(Touched(memory.address, size, memory.owner))
+                whole.append(Touched(address, size, memory.owner, memory.tag))
         return (*self._said, *whole)
 
 
@@ -127,6 +135,7 @@ class GraphRanges:
         self._captures: dict[str, Capture] = {}
         self._registrations: list[Registration] = []
         self._known: WeakSet[Stable] = WeakSet()
+        self._sources: list[Callable[[], Iterable[Stable]]] = []
         self.epoch = 0
 
     def __repr__(self) -> str:
@@ -144,7 +153,8 @@ class GraphRanges:
         """While it is open, memory handed out belongs to the graph, and so does all that anybody looks at anyway.
 
         A view made long before may be used in the capture without our seeing it: so memory with a living view counts
-        with all its committed bytes, unless ``only`` says less. A capture that raises leaves no graph behind.
+        with all its committed bytes, unless ``only`` says less. So does all memory of scopes that is awake at the end:
+        who has its address is not known. A capture that raises leaves no graph behind.
         """
         if graph_id in self._graphs or graph_id in self._captures:
             raise ValueError(f"there is a graph {graph_id!r} already: destroy it first")
@@ -153,6 +163,7 @@ class GraphRanges:
             yield capture
             with self._lock:
                 viewed = [memory for memory in self._known if memory.has_views]
+                viewed += [memory for source in self._sources for memory in source()]
                 self._graphs[graph_id] = _Graph(capture.ranges(viewed))
         finally:
             del self._captures[graph_id]
@@ -173,9 +184,8 @@ class GraphRanges:
                 for hole in self._unmapped.overlapping(touched.addr, touched.size):
                     start, end = max(hole.start, touched.addr), min(hole.end, touched.end)
                     raise GraphRangeUnmapped(
-                        f"graph {graph_id!r} was not launched: it touches {touched.size:,} bytes at {touched.addr:#x} "
-                        f"of {touched.owner!r}, and {end - start:,} of them at {start:#x} are not mapped; materialise "
-                        "or commit them first"
+                        f"graph {graph_id!r} was not launched: it touches {touched}, and {end - start:,} of them at "
+                        f"{start:#x} are not mapped; materialise or commit them first"
                     )
             graph.checked_at = self.epoch
 
@@ -216,6 +226,10 @@ class GraphRanges:
             if size:
                 self._unmapped.add(memory.address, size, memory.owner)
 
+    def add_source(self, source: Callable[[], Iterable[Stable]]) -> None:
+        """At the end of a capture, what ``source()`` yields belongs to the graph as well."""
+        self._sources.append(source)
+
     def forget(self, addr: int, size: int) -> None:
         """The addresses are given back; whatever lies there later is not known here."""
         with self._lock:
@@ -254,7 +268,7 @@ class GraphRanges:
                 pinned = next((one for one in self._registered(addr, size) if one.is_pinned), None)
                 if pinned is not None:
                     raise RangeReferenced(
-                        f"{size:,} bytes at {addr:#x} cannot be unmapped: {_told(pinned.range)} is registered and has "
+                        f"{size:,} bytes at {addr:#x} cannot be unmapped: {pinned.range} is registered and has "
                         "no callbacks to unregister and register it again"
                     )
             if drain is not None:
@@ -271,10 +285,10 @@ class GraphRanges:
             for graph_id, graph in self._graphs.items():
                 for touched in graph.ranges:
                     if touched.overlaps(addr, size):
-                        return f"graph {graph_id!r} replays over {_told(touched)}"
+                        return f"graph {graph_id!r} replays over {touched}"
             for one in self._registered(addr, size):
                 if one.is_pinned:
-                    return f"{_told(one.range)} is registered"
+                    return f"{one.range} is registered"
         return None
 
     def referenced_bytes(self, addr: int, size: int) -> int:
@@ -319,7 +333,3 @@ class GraphRanges:
                 self._unmapped.add(hole.start, addr - hole.start, hole.value)
             if hole.end > addr + size:
                 self._unmapped.add(addr + size, hole.end - addr - size, hole.value)
-
-
-def _told(touched: Touched) -> str:
-    return f"{touched.size:,} bytes at {touched.addr:#x} of {touched.owner!r}"

@@ -11,15 +11,14 @@ from collections import deque
 from ctypes import addressof, c_char
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from tonnage.buffers.dlpack import wait_for
+from tonnage.buffers.buffer import Buffer
 from tonnage.buffers.ladder import climb
 from tonnage.buffers.stream import Stream
-from tonnage.errors import BufferOOM, CaptureError, DriverError, DriverOOM, DriverUnsupported, NotMaterialized
+from tonnage.errors import BufferOOM, DriverOOM, DriverUnsupported, NotMaterialized
 from tonnage.ledger import Ledger
 from tonnage.terms import MemoryKind
 
 if TYPE_CHECKING:
-    from tonnage.buffers.buffer import Buffer
     from tonnage.buffers.fences import Mark
     from tonnage.buffers.scopes import ScopeConfig
 
@@ -30,14 +29,15 @@ Block: TypeAlias = tuple[int, Any, int]
 class Source:
     """Base of all: plain memory of the device, whose allocation and free may wait for the device."""
 
-    __slots__ = ("driver", "handle", "kind", "ledger", "may_be_captured", "orphans", "stream")
+    __slots__ = ("driver", "handle", "kind", "ledger", "orphans", "stream")
     path: ClassVar[str] = "synchronous"
     on_host: ClassVar[bool] = False
+    #: What the buffers are that have their memory from here.
+    makes: ClassVar[type[Buffer]] = Buffer
 
     def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer]) -> None:
         self.kind, self.stream, self.ledger, self.orphans = kind, stream, ledger, orphans
-        self.driver, self.handle = stream.driver, stream.handle
-        self.may_be_captured = stream.handle != 0  # the legacy stream never can
+        self.driver, self.handle = stream.driver, stream.bare_handle
 
     def fill(self, buffer: Buffer, size_bytes: int) -> None:
         """Give an empty buffer memory, after the ladder where need be.
@@ -95,77 +95,6 @@ class Source:
 
     def require_usable(self, buffer: Buffer) -> None:
         """Raise where the memory may not be touched now."""
-
-
-class Pooled(Source):
-    """The device's private pool: allocation and free are work on the manager's stream."""
-
-    __slots__ = ("pool",)
-    path = "pool"
-
-    def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer]) -> None:
-        super().__init__(kind, stream, ledger, orphans)
-        self.pool = stream.device.pool
-
-    # Allocation and free of pooled memory are what every step does, so nothing is called here that need not be.
-
-    def obtain(self, buffer: Buffer, size_bytes: int) -> None:
-        handle, driver = self.handle, self.driver
-        # Asked each time, because whoever captures (torch, a library) does not tell us; the legacy stream cannot be.
-        if self.may_be_captured and driver.stream_capturing(handle):
-            raise CaptureError(
-                f"a gpu buffer of {size_bytes:,} bytes is asked for while stream {handle:#x} is being captured: "
-                "allocate before the capture, or ask with graph_memory=True"
-            )
-        buffer.base = address = driver.pool_alloc(self.pool.handle, size_bytes, stream=handle)
-        try:
-            buffer.account.take(size_bytes, handle)
-        except BaseException:
-            buffer.base = 0
-            driver.pool_free(address, stream=handle)
-            raise
-
-    def give(self, buffer: Buffer) -> None:
-        handle = self.handle
-        if buffer.used_on:
-            for other in buffer.used_on:
-                if other != handle:
-                    wait_for(self.driver, waiting=handle, on=other)
-        try:
-            self.driver.pool_free(buffer.base, stream=handle)
-        except DriverError as error:
-            # Captured, the free would be a node that only memory of the same graph may have: the driver refuses it.
-            if self.may_be_captured and self.driver.stream_capturing(handle):
-                raise CaptureError(
-                    f"{buffer!r} is freed while its stream is being captured: free it before or after the capture"
-                ) from error
-            raise
-        self.unbook(buffer)
-
-    def unbook(self, buffer: Buffer) -> None:
-        buffer.account.give(buffer.capacity_bytes, self.handle)
-
-
-class InGraph(Pooled):
-    """Memory asked for during a capture: it belongs to the graph, has an address, and is there while the graph runs.
-
-    Close the buffer inside the same capture, so that the graph frees what it allocates. The device counts such
-    memory apart, so the books have what was asked for and no physical bytes.
-    """
-
-    __slots__ = ()
-    path = "graph"
-
-    def obtain(self, buffer: Buffer, size_bytes: int) -> None:
-        buffer.account.add(size_bytes, 0, stream=self.handle)
-        try:
-            buffer.base = self.driver.pool_alloc(self.pool.handle, size_bytes, stream=self.handle)
-        except BaseException:
-            buffer.account.sub(size_bytes, 0, stream=self.handle)
-            raise
-
-    def unbook(self, buffer: Buffer) -> None:
-        buffer.account.sub(buffer.capacity_bytes, 0, stream=self.handle)
 
 
 class Virtual(Source):

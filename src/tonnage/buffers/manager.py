@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tonnage.buffers.buffer import Buffer, num_bytes_of
 from tonnage.buffers.copying import Copying
-from tonnage.buffers.kinds import PLAIN, InGraph, Pooled, Source, Virtual
+from tonnage.buffers.kinds import PLAIN, Source, Virtual
 from tonnage.buffers.ladder import sweep
-from tonnage.buffers.scopes import current
+from tonnage.buffers.pooled import InGraph, Pooled
+from tonnage.buffers.scopes import current, tags_opened
 from tonnage.buffers.stream import Stream
 from tonnage.errors import CaptureError, DriverUnsupported
 from tonnage.ledger import Account, Ledger
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 Shape: TypeAlias = int | Sequence[int]
 
 _log = logging.getLogger(__name__)
-
-_GPU = MemoryKind.GPU  # looked up once: members of an enumeration are slow to reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +70,12 @@ class BufferManager(Copying):
         self.stream, self.owner, self.trim_on_close = stream, owner, trim_on_close
         self._ledger = ledger
         self._accounts: dict[tuple[MemoryKind, LineKind, str], Account] = {}
+        self._quick: dict[object, Account] = {}  # line, or line and tag -> the account of pooled memory
         self._orphans: deque[Buffer] = deque()
         self._pool = stream.device.pool
         self._closed = self._told = False
         self._plain: dict[MemoryKind, Source] = {kind: self._source(make, kind) for kind, make in PLAIN.items()}
-        self._pooled = self._source(Pooled, MemoryKind.GPU)
+        self._pooled = Pooled(MemoryKind.GPU, stream, ledger, self._orphans)
         self._unpooled = self._source(Source, MemoryKind.GPU)
 
     def __repr__(self) -> str:
@@ -85,11 +85,11 @@ class BufferManager(Copying):
         self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "", graph_memory: bool = False
     ) -> Buffer:
         """``graph_memory`` allows it on a stream that is being captured: see ``InGraph`` for what that means."""
-        # The common case, short because it is meant to cost next to nothing beside the driver's own work.
-        if type(shape) is int and shape > 0 and dtype == "uint8" and not graph_memory and current() is None:
-            account = self._accounts.get((_GPU, line, tag))
-            if account is not None and self._pool.handle is not None and not self._orphans:
-                return Buffer(self._pooled, account, shape, dtype, None)
+        # The common case, written out because it is meant to cost next to nothing beside the driver's own work.
+        if type(shape) is int and dtype == "uint8" and not graph_memory and not (tags_opened and current()):
+            account = self._quick.get((line, tag) if tag else line)
+            if account is not None and shape > 0 and not self._orphans:
+                return self._pooled.make(account, shape)
         return self.allocate(MemoryKind.GPU, shape, dtype, line=line, tag=tag, graph_memory=graph_memory)
 
     def gpu_sync(self, shape: Shape, dtype: str = "uint8", *, line: LineKind, tag: str = "") -> Buffer:
@@ -160,7 +160,11 @@ class BufferManager(Copying):
         if account is None:
             account = self._ledger.open(owner=self.owner, line=line, memory=kind, tag=tag)
             self._accounts[kind, line, tag] = account
-        return Buffer(self._choose(kind, graph_memory=graph_memory), account, size_bytes, dtype, sizes)
+        source = self._choose(kind, graph_memory=graph_memory)
+        buffer = source.makes.made(source, account, size_bytes, dtype, sizes)
+        if source is self._pooled and size_bytes:
+            self._quick[(line, tag) if tag else line] = account
+        return buffer
 
     def copy_from(self, src: Buffer, kind: MemoryKind, *, line: LineKind, tag: str = "") -> Buffer:
         """A new buffer of ``kind`` with the shape, dtype and contents of ``src``, in stream order."""
@@ -219,10 +223,11 @@ class BufferManager(Copying):
             self.trim_to(0)
         self._closed = True
         self._accounts.clear()
+        self._quick.clear()
 
     def _choose(self, kind: MemoryKind, *, graph_memory: bool) -> Source:
         """On every allocation anew: the scope, then the pool, then plain memory."""
-        if graph_memory and kind is MemoryKind.GPU and self.stream.driver.stream_capturing(self.stream.handle):
+        if graph_memory and kind is MemoryKind.GPU and self.stream.driver.stream_capturing(self.stream.bare_handle):
             return self._in_graph()
         config = current() if kind in (MemoryKind.GPU, MemoryKind.GPU_SYNC) else None
         if config is not None and self._has_virtual(config.tag):

@@ -7,21 +7,28 @@ from itertools import count
 from typing import Any, Protocol
 
 from tonnage.buffers.stream import Stream
-from tonnage.errors import BufferInUse, BufferOOM, DriverOOM
+from tonnage.errors import BufferInUse, BufferOOM, DriverOOM, NotMaterialized
 
 _numbers = count(1)
+
+
+class Until(weakref.ref[Any]):
+    """A weak reference that is a key even where what it refers to could not be one."""
+
+    __slots__ = ()
+    __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment] - in C, for any moment
 
 
 class Exports:
     """The views handed out over one range of addresses: what they are called, until their last holder lets go.
 
-    ``on_host`` says that the addresses are the host's whatever the device is. Without locks, because the end of a
-    view may be told on any thread, in the middle of anything.
+    ``on_host`` says that the addresses are the host's whatever the device is. A view may end on any thread, in the
+    middle of anything: no lock is taken then and no code of ours runs.
     """
 
     def __init__(self, *, on_host: bool = False) -> None:
         self.on_host = on_host
-        self._alive: dict[int, str] = {}
+        self._alive: dict[int | Until, str] = {}
         self._view: weakref.ref[Any] | None = None
         self._extent = (0, 0)
 
@@ -41,6 +48,10 @@ class Exports:
 
     def drop(self, number: int) -> None:
         self._alive.pop(number, None)
+
+    def add_until(self, name: str, held: object) -> None:
+        """One more view, alive as long as ``held`` is."""
+        self._alive[Until(held, self._alive.pop)] = name
 
     def view(self, address: int, size_bytes: int) -> Any:
         """The view remembered over exactly this range, or None where it is gone."""
@@ -70,6 +81,17 @@ class Memory(Protocol):
 
     @property
     def exports(self) -> Exports: ...
+
+
+def require_usable(memory: Memory) -> None:
+    """Raise ``NotMaterialized`` while it sleeps, ``ValueError`` once it is closed: nothing lies at its address then."""
+    ask = getattr(memory, "require_usable", None)
+    if ask is not None:
+        ask()
+    elif getattr(getattr(memory, "root", memory), "is_asleep", False):
+        raise NotMaterialized(f"{memory!r} sleeps: materialise it before it is looked at")
+    if memory.size_bytes and not memory.address:
+        raise ValueError(f"{memory!r} is closed")
 
 
 def out_of_memory(error: DriverOOM, stream: Stream, *, size_bytes: int, owner: str) -> BufferOOM:

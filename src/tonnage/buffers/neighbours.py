@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tonnage.buffers.arena import VaArena
 from tonnage.buffers.give_back import GivenBack, give_back
+from tonnage.buffers.uninterrupted import uninterrupted
 from tonnage.errors import InvalidSetting
 
 _log = logging.getLogger(__name__)
@@ -113,14 +114,16 @@ class Lender:
             if caller.request is None or not self._is_alive(caller):
                 continue
             asked = caller.request
+            before = arena.committed_bytes
             try:
                 given = give_back(arena, asked.num_bytes, deadline_s=max(0.0, asked.left_s), vacate=vacate)
+                self._answer(caller, given)
             except BaseException as error:
-                self._answer(
-                    caller, GivenBack(asked_bytes=asked.num_bytes, given_bytes=0, reason=f"it failed: {error}")
-                )
+                if caller in self._callers:  # an interrupt may come when the memory is given already
+                    gone = min(asked.num_bytes, max(0, before - arena.committed_bytes))
+                    failed = GivenBack(asked_bytes=asked.num_bytes, given_bytes=gone, reason=f"it failed: {error!r}")
+                    self._answer(caller, failed)
                 raise
-            self._answer(caller, given)
             done.append(given)
         return done
 
@@ -174,6 +177,7 @@ class Lender:
             self._drop(caller)
         return not (late or gone)
 
+    @uninterrupted
     def _answer(self, caller: _Caller, given: GivenBack) -> None:
         said = {"given_bytes": given.given_bytes, "reason": given.reason[:1000]}
         with suppress(OSError):  # it is gone; what was given is free for anybody

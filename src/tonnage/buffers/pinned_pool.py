@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from tonnage.errors import DriverOOM
@@ -56,7 +60,8 @@ class PinnedPool:
     where no more can be had.
 
     A request takes what it asks for, rounded up to ``ALIGNMENT``. At most ``limit_bytes`` are pinned at once. Safe
-    to use from any thread: no lock is held while the driver works.
+    to use from any thread: no lock is held while the driver works. Safe in finalisers, which may run in the middle of
+    any call here: what they free is joined by the next call, and what they ask for gets a chunk of its own.
     """
 
     def __init__(
@@ -67,7 +72,8 @@ class PinnedPool:
         self._driver = device.driver
         self.chunk_bytes = round_up(chunk_bytes, ALIGNMENT)
         self.limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self._lock, self._is_busy = threading.RLock(), False
+        self._late: deque[Callable[[], None]] = deque()  # what is to be put into the books, in this order
         self._free: dict[int, dict[int, _Block]] = {}  # by size class, then by address
         self._used: dict[int, _Block] = {}
         self._waiting: list[tuple[Passable, _Block]] = []
@@ -92,16 +98,12 @@ class PinnedPool:
 
         Raises ``ValueError`` for an address that is not handed out.
         """
-        with self._lock:
-            block = self._used.pop(address, None)
-            if block is None:
-                raise ValueError(f"{self!r} has handed out no block at {address:#x}")
-            self._used_bytes -= block.size
-            if after is None:
-                self._join(block)
-            else:
-                self._waiting.append((after, block))
-                self._waiting_bytes += block.size
+        block = self._used.pop(address, None)
+        if block is None:
+            raise ValueError(f"{self!r} has handed out no block at {address:#x}")
+        self._late.append(partial(self._take_back, block, after))
+        with self._alone():
+            """In the books now, unless we are a finaliser in the middle of them."""
 
     def block_bytes(self, address: int) -> int:
         """The size of the block handed out at ``address``, rounding included."""
@@ -109,7 +111,9 @@ class PinnedPool:
 
     def reap(self) -> int:
         """Blocks whose point is passed become free; returns the bytes. Never waits."""
-        with self._lock:
+        with self._alone() as is_alone:
+            if not is_alone:
+                return 0
             waiting, self._waiting = self._waiting, []
         still, done = list(waiting), []
         try:
@@ -118,7 +122,7 @@ class PinnedPool:
                     done.append(entry[1])
                     still.remove(entry)
         finally:
-            with self._lock:
+            with self._alone():
                 self._waiting += still
                 for block in done:
                     self._waiting_bytes -= block.size
@@ -136,7 +140,7 @@ class PinnedPool:
             try:
                 self._driver.host_free(block.start)
             except BaseException:
-                with self._lock:
+                with self._alone():
                     self._reserved_bytes += block.size
                     self._insert(block)
                 raise
@@ -144,7 +148,7 @@ class PinnedPool:
         return given
 
     def stats(self) -> PinnedStats:
-        with self._lock:
+        with self._alone():
             return PinnedStats(
                 used_bytes=self._used_bytes,
                 waiting_bytes=self._waiting_bytes,
@@ -153,9 +157,35 @@ class PinnedPool:
                 reserved_high_bytes=self._reserved_high,
             )
 
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Hold the lock, with the books up to date.
+
+        False in a finaliser that interrupts whoever holds it, in the same thread: the books are in disorder then. It
+        may look at them, touch ``_used`` by one step, and leave the rest in ``_late``.
+        """
+        with self._lock:
+            was_busy, self._is_busy = self._is_busy, True
+            try:
+                while self._late and not was_busy:
+                    self._late.popleft()()
+                yield not was_busy
+            finally:
+                self._is_busy = was_busy
+
+    def _take_back(self, block: _Block, after: Passable | None) -> None:
+        self._used_bytes -= block.size
+        if after is None:
+            self._join(block)
+        else:
+            self._waiting.append((after, block))
+            self._waiting_bytes += block.size
+
     def _find(self, need: int) -> _Block | None:
         """A block cut from a free one: the first that fits in its own class, or any of the next class that has one."""
-        with self._lock:
+        with self._alone() as is_alone:
+            if not is_alone:
+                return self._aside(need)
             own = _class(need)
             for block in self._free.get(own, {}).values():
                 if block.size >= need:
@@ -165,6 +195,20 @@ class PinnedPool:
                 return None
             return self._cut(next(iter(self._free[min(higher)].values())), need)
 
+    def _aside(self, size: int) -> _Block:
+        """A chunk for a finaliser, which may not touch any other."""
+        self._require_within(size)
+        block = _Block(self._driver.host_alloc(size, flags=0), size, size)
+        self._used[block.start] = block
+        self._late.append(partial(self._count, used_bytes=size, reserved_bytes=size))
+        return block
+
+    def _count(self, *, used_bytes: int = 0, reserved_bytes: int = 0) -> None:
+        self._used_bytes += used_bytes
+        self._reserved_bytes += reserved_bytes
+        self._used_high = max(self._used_high, self._used_bytes)
+        self._reserved_high = max(self._reserved_high, self._reserved_bytes)
+
     def _try_chunk(self, need: int) -> _Block | None:
         """From a new chunk of the usual size, or None where only less can be had."""
         try:
@@ -173,21 +217,19 @@ class PinnedPool:
             return None
 
     def _grow(self, need: int, size: int) -> _Block:
-        with self._lock:
+        with self._alone():
             # Counted before it is there, so that two threads cannot both pass the limit.
             self._require_within(size)
             self._reserved_bytes += size
         try:
             start = self._driver.host_alloc(size, flags=0)
         except BaseException:
-            with self._lock:
+            with self._alone():
                 self._reserved_bytes -= size
             raise
-        with self._lock:
+        with self._alone():
             self._reserved_high = max(self._reserved_high, self._reserved_bytes)
-            block = _Block(start, size, size)
-            self._insert(block)
-            return self._cut(block, need)
+            return self._cut(_Block(start, size, size), need)
 
     def _require_within(self, size: int) -> None:
         if self.limit_bytes is not None and self._reserved_bytes + size > self.limit_bytes:
@@ -199,8 +241,9 @@ class PinnedPool:
             )
 
     def _cut(self, block: _Block, need: int) -> _Block:
-        """Hand out the front of a free block; what is behind stays free. Called with the lock held."""
-        self._remove(block)
+        """Hand out the front of a block that is free or new; what is behind is free. Called with the lock held."""
+        if block.is_free:
+            self._remove(block)
         if block.size > need:
             rest = _Block(block.start + need, block.size - need, block.chunk_size)
             rest.before, rest.after = block, block.after
@@ -209,8 +252,7 @@ class PinnedPool:
             block.after, block.size = rest, need
             self._insert(rest)
         self._used[block.start] = block
-        self._used_bytes += need
-        self._used_high = max(self._used_high, self._used_bytes)
+        self._count(used_bytes=need)
         return block
 
     def _join(self, block: _Block) -> None:
@@ -234,7 +276,9 @@ class PinnedPool:
         del self._free[_class(block.size)][block.start]
 
     def _take_whole_chunk(self, keep_bytes: int) -> _Block | None:
-        with self._lock:
+        with self._alone() as is_alone:
+            if not is_alone:
+                return None
             spare = self._reserved_bytes - keep_bytes
             whole = [
                 block

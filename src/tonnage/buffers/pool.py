@@ -23,7 +23,7 @@ class DevicePool:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser that allocates may come in the middle
         self._absent: str | None = None
         self.handle: int | None = None
 
@@ -79,7 +79,11 @@ class DevicePool:
             self._absent = capabilities.reasons.get("pools", "the device has no memory pools")
         else:
             try:
-                self.handle = self._driver.pool_create()
+                made = self._driver.pool_create()
+                if self.handle is None:
+                    self.handle = made
+                else:  # a finaliser was quicker
+                    self._driver.pool_destroy(made)
             except DeviceLost:
                 raise
             except DriverOOM:

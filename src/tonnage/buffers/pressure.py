@@ -39,7 +39,7 @@ class Pressure:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # finalisers take themselves off the list
         self._entries: dict[int, _Entry] = {}
         self._numbers = count(1)
         self._here = threading.local()

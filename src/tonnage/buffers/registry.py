@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from tonnage.buffers.chunk import State
 from tonnage.buffers.entries import Entry, Ranges
+from tonnage.buffers.uninterrupted import uninterrupted
 from tonnage.device.driver import Driver
 from tonnage.errors import DeviceLost, DriverError, TonnageError
 
@@ -85,6 +87,12 @@ class Registry:
                 found = [entry for entry in found if self._entries.get(entry.address) is entry]
             yield found
 
+    def awake(self) -> list[Entry]:
+        """What a graph under capture may use and nobody else tells it of."""
+        with self._lock:
+            entries = tuple(self._entries.values())
+        return [one for one in entries if not one.tells_graphs and one.chunk.state is State.MATERIALIZED]
+
     def note_bad(self, entries: Sequence[Entry]) -> None:
         with self._lock:
             self._bad += [entry.address for entry in entries]
@@ -115,6 +123,7 @@ class Registry:
         ]
         return tuple(sorted(found, key=lambda one: (-one.held_bytes, one.address)))
 
+    @uninterrupted
     def discard(self, entry: Entry, *, raises: bool = False) -> None:
         """Undo whatever is left of an entry that is not registered any more and that no work uses.
 
@@ -177,7 +186,7 @@ class Registry:
         if entry.reserved_bytes:
             self._driver.va_free(entry.address, entry.reserved_bytes)
             entry.reserved_bytes = 0
-        if entry.run is not None:  # whoever brought its own creator tells of its own addresses
+        if not entry.tells_graphs:
             self._ranges.forget(entry.address, entry.extent.padded_bytes)
 
 

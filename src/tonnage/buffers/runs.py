@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 
-from tonnage.buffers.chunk import PageRun, Piece
+from tonnage.buffers.chunk import PageRun, Piece, graver
 from tonnage.buffers.device import Device
 from tonnage.buffers.ladder import relieve
 from tonnage.errors import DeviceLost, DriverError, DriverOOM, ForkedProcess, LedgerError
@@ -127,7 +127,11 @@ class ArenaRun(PageRun):
                 self._booked.add(id(piece))
 
     def take_away(self, pieces: Sequence[Piece]) -> None:
-        """Unmap and give back; what the driver does not take is kept here. Raises ``DeviceLost`` alone."""
+        """Unmap and give back; what the driver does not take is kept here. Of its errors raises ``DeviceLost`` alone.
+
+        An interrupt goes on when both steps are done.
+        """
+        last: BaseException | None = None
         for step in (self.unmap_pieces, self.release_pieces):
             try:
                 step(pieces)
@@ -135,6 +139,21 @@ class ArenaRun(PageRun):
                 raise
             except DriverError as error:
                 _log.error("giving back memory of %r: %s", self._account.owner, error)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                last = graver(last, error)
+        if last is not None:
+            raise last
+
+    def drop(self, gone: Sequence[Piece]) -> None:
+        """``take_away`` the last of the pieces, which then are the run's no more."""
+        try:
+            self.take_away(gone)
+        except DriverError:
+            raise  # the device is lost, and they are where they were
+        except BaseException:
+            del self.pieces[-len(gone) :]
+            raise
+        del self.pieces[-len(gone) :]
 
     def abandon(self, pieces: Sequence[Piece]) -> None:
         """Undo without raising: the failure that brought us here is the one to report."""
@@ -162,7 +181,7 @@ class ArenaRun(PageRun):
         """Unmap those that are mapped, one call a run; raises the last ``DriverError`` where something is poisoned."""
         out_of_use = {id(piece) for piece in self.poisoned}
         mapped = [piece for piece in pieces if piece.mapped and id(piece) not in out_of_use]
-        failed: DriverError | None = None
+        failed: BaseException | None = None
         try:
             super().unmap_pieces(mapped)
         except DeviceLost:
@@ -173,7 +192,11 @@ class ArenaRun(PageRun):
                 try:
                     super().unmap_pieces([piece])
                 except DriverError as error:
+                    failed = graver(failed, error)
+                except BaseException as error:  # noqa: BLE001 - as below
                     failed = error
+        except BaseException as error:  # noqa: BLE001 - raised below: the graphs must hear what is unmapped
+            failed = error
         for addr, size in stretches(mapped):
             self.num_edits += 1
             self._edited(addr, size, False)  # what is poisoned may be mapped or not: nobody may touch it
@@ -186,6 +209,7 @@ class ArenaRun(PageRun):
     def release_pieces(self, pieces: Sequence[Piece]) -> None:
         """Give back handles that are not mapped; those that are not taken are kept, never raising for them."""
         free = [piece for piece in pieces if piece.handle is not None and not piece.mapped]
+        interrupt: BaseException | None = None
         try:
             super().release_pieces(free)
         except DeviceLost:
@@ -193,11 +217,15 @@ class ArenaRun(PageRun):
         except DriverError as error:
             _log.error("memory of %r was not taken back: %s", self._account.owner, error)
             self._refusal = error
+        except BaseException as error:  # noqa: BLE001 - raised below, when the books are right
+            interrupt = error
         for piece in free:
             if piece.handle is None:
                 self._unbook(piece)
             else:
                 self._keep(piece)
+        if interrupt is not None:
+            raise interrupt
 
     def sweep(self) -> None:
         """Once more what a failed release left behind."""

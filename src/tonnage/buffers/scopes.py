@@ -33,6 +33,8 @@ class ScopeConfig:
 _stack: ContextVar[tuple[ScopeConfig, ...]] = ContextVar("tonnage_scopes", default=())
 _global_stack: list[ScopeConfig] = []
 _global_lock = threading.Lock()
+#: The tags of all scopes that were ever opened. While there is none, an allocation need not look for its scope.
+tags_opened: set[str] = set()
 
 
 def current() -> ScopeConfig | None:
@@ -53,6 +55,7 @@ def push_vm(
     if not tag:
         raise ValueError("a scope needs a tag: memory is released and materialised by it")
     config = ScopeConfig(tag=tag, restore=Restore(restore), stream=stream)
+    tags_opened.add(tag)
     if global_scope:
         with _global_lock:
             _global_stack.append(config)

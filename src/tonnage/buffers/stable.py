@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from tonnage.buffers.arena import DEFAULT_CHUNK_BYTES, VaArena
+from tonnage.buffers.dlpack import Exportable
 from tonnage.buffers.memory import Exports
 from tonnage.buffers.restore import Restore
 from tonnage.buffers.stream import Stream
+from tonnage.buffers.uninterrupted import undone_if_interrupted, uninterrupted
 from tonnage.errors import RangeReferenced
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind
 
 
-class StableBuffer:
+class StableBuffer(Exportable):
     """The first ``num_bytes`` of an arena, which this buffer alone grows and shrinks.
 
     ``StableBuffer(arena)`` stands on somebody's arena, which stays theirs to close; ``StableBuffer.make`` has its own.
@@ -41,23 +43,24 @@ class StableBuffer:
         zero_ranges: tuple[tuple[int, int], ...] = (),
     ) -> StableBuffer:
         """One with an arena of its own, which can grow to ``most_bytes``. Raises as ``VaArena`` and ``grow`` do."""
-        arena = VaArena(
-            stream,
-            ledger=ledger,
-            owner=owner,
-            line=line,
-            reserve_bytes=most_bytes,
-            tag=tag,
-            restore=restore,
-            chunk_bytes=chunk_bytes,
-            zero_ranges=zero_ranges,
-        )
-        try:
-            buffer = cls(arena, num_bytes=num_bytes)
-        except BaseException:
-            arena.close()
-            raise
-        buffer._is_own = True
+        with undone_if_interrupted(lambda: arena.close()):
+            arena = VaArena(
+                stream,
+                ledger=ledger,
+                owner=owner,
+                line=line,
+                reserve_bytes=most_bytes,
+                tag=tag,
+                restore=restore,
+                chunk_bytes=chunk_bytes,
+                zero_ranges=zero_ranges,
+            )
+            try:
+                buffer = cls(arena, num_bytes=num_bytes)
+            except BaseException:
+                arena.close()
+                raise
+            buffer._is_own = True
         return buffer
 
     def __repr__(self) -> str:
@@ -100,14 +103,21 @@ class StableBuffer:
 
     @property
     def root(self) -> VaArena:
+        """The memory that it is a name of."""
         return self.arena
 
+    @property
+    def tag(self) -> str:
+        return self.arena.tag
+
+    @uninterrupted
     def grow(self, num_bytes: int, *, stream: Stream | None = None, timeout_s: float | None = None) -> None:
         """At least ``num_bytes`` from now on, in place. All or nothing; raises as ``VaArena.commit`` does."""
         if num_bytes > self.num_bytes:
             self.arena.commit(num_bytes, stream=stream, timeout_s=timeout_s)
             self.num_bytes = num_bytes
 
+    @uninterrupted
     def shrink(self, num_bytes: int, *, timeout_s: float | None = None) -> int:
         """At most ``num_bytes`` from now on; returns the bytes given back, in whole handles.
 
@@ -124,6 +134,7 @@ class StableBuffer:
         self.num_bytes = max(0, num_bytes)
         return given_bytes
 
+    @uninterrupted
     def close(self) -> None:
         """Give back its own arena, or what it uses of somebody's. Closing again does nothing. Raises as they do."""
         if self._is_own:

@@ -34,6 +34,7 @@ class SegmentBook:
         self._booked: dict[int, SegmentEvent] = {}  # by address: the event that made the segment
         self._pending: deque[SegmentEvent] = deque()
         self._next_sequence = 0
+        self._is_folded = False
         self._history: deque[SegmentEvent] = deque(maxlen=num_events)
 
     @property
@@ -42,8 +43,13 @@ class SegmentBook:
         with self._lock:
             return tuple(self._history)
 
+    @property
+    def is_folded(self) -> bool:
+        """Whether all bytes are the arena's until ``unfold``."""
+        return self._is_folded
+
     def poll(self) -> HeapState:
-        """Bring the ledger up to date; returns the exact figures that it now agrees with.
+        """Bring the ledger up to date; returns the exact figures that it now agrees with, unless it is folded.
 
         Raises ``LedgerError`` when a strictly sealed ledger refuses the account's first bytes. The segment is there
         all the same; it stays in the arena's account and every later call tries again.
@@ -52,6 +58,8 @@ class SegmentBook:
             events, state = self._heap.drain()
             fresh = [event for event in events if event.sequence >= self._next_sequence]
             self._history.extend(fresh)
+            if self._is_folded:
+                return state
             if state.next_sequence == self._next_sequence + len(fresh):
                 self._pending.extend(fresh)
             else:
@@ -65,13 +73,19 @@ class SegmentBook:
     def fold(self) -> None:
         """All bytes back to the arena's account, as if no segment lived: before the arena is put to sleep.
 
-        The arena takes its pages out of its own account. ``poll`` splits again what is there by then.
+        The arena takes its pages out of its own account. Until ``unfold`` no ``poll`` moves anything.
         """
         with self._lock:
+            self._is_folded = True
             self._pending.clear()
             for address in list(self._booked):
                 self._give_back(self._booked.pop(address))
             self._next_sequence = -1  # so that the next poll begins with what is there
+
+    def unfold(self) -> None:
+        """The next ``poll`` splits what is there by then. Unfolding again does nothing."""
+        with self._lock:
+            self._is_folded = False
 
     def _catch_up(self) -> HeapState:
         """Events were lost: what is there now says what is to be booked; the heap's own figures kept the highs."""
@@ -96,7 +110,7 @@ class SegmentBook:
 
     def _take(self, segment: SegmentEvent) -> None:
         """Out of the arena first: the line's high-water mark must not count a segment twice."""
-        with self._ledger._lock:  # one step for whoever takes a snapshot
+        with self._ledger.at_once():  # one step for whoever takes a snapshot
             self._arena.add(0, 0)  # a split is not a release: the arena has as many allocations as before
             self._arena.sub(segment.asked_bytes, segment.num_bytes)
             try:
@@ -107,7 +121,7 @@ class SegmentBook:
                 raise
 
     def _give_back(self, segment: SegmentEvent) -> None:
-        with self._ledger._lock:
+        with self._ledger.at_once():
             self._segments.sub(segment.asked_bytes, segment.num_bytes, stream=segment.stream)
             self._arena.add(segment.asked_bytes, segment.num_bytes)
             self._arena.sub(0, 0)

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from tonnage.buffers.stream import Stream
 from tonnage.buffers.torch_book import SegmentBook
 from tonnage.buffers.torch_memory import TorchAllocator
 from tonnage.buffers.torch_settings import settings_problem
-from tonnage.errors import BufferInUse, DriverUnsupported
+from tonnage.buffers.uninterrupted import uninterrupted
+from tonnage.errors import BufferInUse, DriverUnsupported, LedgerError
 from tonnage.ledger import Account, Ledger
 from tonnage.terms import LineKind, MemoryKind
 from tonnage.units import MiB, round_down, round_up
@@ -112,7 +113,9 @@ class TorchSegments:
         )
         self._limit_bytes = limit_bytes
         self._book = SegmentBook(self._heap, ledger=ledger, segments=segments, arena=arena)
-        self._export: int | None = memory.exports.add(f"torch's pool {tag!r}")
+        self._export_name = f"torch's pool {tag!r}"
+        self._export: int | None = memory.exports.add(self._export_name)
+        memory.stream.device.virtual.watch(self._address, self)
 
     @classmethod
     def reserve(
@@ -176,13 +179,33 @@ class TorchSegments:
         return self._book.poll()
 
     def fold(self) -> None:
-        """Book all bytes as the memory's own: before its arena is put to sleep. ``poll`` after it woke splits again."""
+        """Book all bytes as the memory's own: before it is put to sleep, which is refused otherwise.
+
+        ``poll`` moves nothing until the memory has slept and is awake again, or ``unfold`` calls it off.
+        """
         self._book.fold()
+
+    def unfold(self) -> None:
+        """The memory is not put to sleep after all: the next ``poll`` splits again."""
+        self._book.unfold()
+
+    def require_sleepable(self) -> None:
+        """Raise ``BufferInUse`` unless all bytes are booked as the memory's own, which takes them off its account."""
+        if not self._book.is_folded:
+            raise BufferInUse(
+                f"{self.memory!r} cannot be put to sleep: bytes of torch's segments may be booked as {self.tag!r}, not "
+                "as its own: fold() first"
+            )
+
+    def woken(self) -> None:
+        """The memory is awake again."""
+        self._book.unfold()
 
     def holds(self, address: int, size_bytes: int = 1) -> bool:
         """Whether the range lies in what segments may take."""
         return self._address <= address and address + size_bytes <= self._address + self.limit_bytes
 
+    @uninterrupted
     def raise_limit(self, num_bytes: int) -> int:
         """Let segments take at least the first ``num_bytes``; returns ``limit_bytes``. At a drained point.
 
@@ -197,6 +220,7 @@ class TorchSegments:
                 self._limit_bytes = wanted
             return self._limit_bytes
 
+    @uninterrupted
     def lower_limit(self, num_bytes: int | None = None) -> int:
         """Let segments take no more than ``num_bytes``, or as little as they hold now; returns ``limit_bytes``.
 
@@ -244,26 +268,43 @@ class TorchSegments:
         with torch.cuda.use_mem_pool(self.pool, device=self.device):
             yield
 
+    @uninterrupted
     def close(self) -> None:
         """Give torch's cached segments back, then the heap, and the arena if it was made here. Again: nothing.
 
-        Raises ``BufferInUse``, changing nothing, while a graph, a capture that failed, or a tensor holds the pool;
-        what a failed capture holds stays for the life of the process.
+        Raises ``BufferInUse``, changing nothing, while a graph, a capture that failed, or a tensor holds the pool, and
+        ``RangeReferenced`` while a graph or a registration holds an arena that was made here. What a failed capture
+        holds stays for the life of the process.
         """
         if self._export is None:
             return
+        self._require_closable()
         if self._pool is not None:
-            self._require_idle()
             _let_go(self._pool)
             self._pool = None  # torch gives its segments back here
             _kept.pop(self._heap.number, None)
-        self._book.poll()
+        with suppress(LedgerError):  # a sealed ledger refused the split: all bytes are the memory's then
+            self._book.poll()
         self._heap.close()
+        self._book.fold()
         self._limit_bytes = 0
+        self.memory.stream.device.virtual.unwatch(self._address, self)
         self.memory.exports.drop(self._export)
         self._export = None
         if self._owns_memory and isinstance(self.memory, VaArena):
             self.memory.close()
+
+    def _require_closable(self) -> None:
+        """Everything that can be asked before anything is given back."""
+        if self._owns_memory and isinstance(self.memory, VaArena):
+            self.memory.require_unreferenced()
+            others = [name for name in self.memory.exports.names if name != self._export_name]
+            if others:
+                raise BufferInUse(f"{self!r} cannot be closed: {' and '.join(others)} over its arena is still alive")
+        if self._pool is not None:
+            self._require_idle()
+        elif num_segments := self._heap.state().num_segments:
+            raise BufferInUse(f"{self!r} cannot be closed: {num_segments:,} segments are alive")
 
     def _require_idle(self) -> None:
         """Torch ends the process when a pool goes that is in use, so this is asked first."""

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from tonnage.buffers import dlpack
-from tonnage.buffers.memory import Memory
+from tonnage.buffers.memory import Memory, require_usable
 from tonnage.layout import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -18,11 +18,14 @@ def as_tensor(memory: Memory) -> torch.Tensor:
 
     Its ``data_ptr`` never changes, so it is made once and stays valid while the arena grows and shrinks; only the
     first ``usable_bytes`` may be touched: more ends the process, or the context of the card. Closing the memory is
-    refused until the tensor and all its views are gone. Its storage reports the reservation, not the memory behind
-    it, and torch's own statistics do not see it. The caller orders torch's stream behind the memory's.
+    refused until the tensor and all its views are gone; putting it to sleep is not, and nothing can stop a view from
+    being touched meanwhile: that too ends the process or the context. Its storage reports the reservation, not the
+    memory behind it, and torch's own statistics do not see it. The caller orders torch's stream behind the memory's.
+    Raises ``NotMaterialized`` for memory that sleeps now, ``ValueError`` for memory that is closed.
     """
     import torch
 
+    require_usable(memory)
     found: torch.Tensor | None = memory.exports.view(memory.address, memory.size_bytes)
     if found is None:
         found = torch.utils.dlpack.from_dlpack(dlpack.capsule(memory, shape=(memory.size_bytes,)))

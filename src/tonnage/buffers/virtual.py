@@ -4,71 +4,34 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from tonnage.buffers.allocation import VirtualAllocation
 from tonnage.buffers.backing import Backings, Retain
 from tonnage.buffers.batch import Batch, Released, Wake
 from tonnage.buffers.chunk import Chunk, Configurator, Creator, PageRun, State, pieces_of
 from tonnage.buffers.device import Device
-from tonnage.buffers.entries import Entry, Extent, FixedExtent, Ranges
+from tonnage.buffers.entries import Entry, Extent, FixedExtent, Ranges, Watcher
 from tonnage.buffers.fences import Mark
 from tonnage.buffers.memory import out_of_memory
 from tonnage.buffers.registry import Leftover, Registry
 from tonnage.buffers.restore import Restore, Span, restorer_for
 from tonnage.buffers.scopes import ScopeConfig
 from tonnage.buffers.stream import Stream
+from tonnage.buffers.uninterrupted import undone_if_interrupted, uninterrupted
 from tonnage.errors import (
     BufferInUse,
     DriverError,
     DriverOOM,
     DriverUnsupported,
     ForkedProcess,
-    NotMaterialized,
     RangeReferenced,
 )
 from tonnage.ledger import Account
 from tonnage.units import round_up
-
-
-class VirtualAllocation:
-    """``size_bytes`` at ``address``, which stays while the memory comes and goes. Made by ``VirtualMemory``."""
-
-    def __init__(self, memory: VirtualMemory, entry: Entry, *, size_bytes: int) -> None:
-        self._memory, self._entry = memory, entry
-        self.address, self.size_bytes = entry.address, size_bytes
-        self.padded_bytes, self.tag, self.owner = entry.extent.padded_bytes, entry.tag, entry.owner
-
-    def __repr__(self) -> str:
-        return f"<VirtualAllocation {self._entry!r}>"
-
-    @property
-    def state(self) -> State:
-        return self._entry.chunk.state
-
-    def require_materialized(self) -> None:
-        """Raise ``NotMaterialized`` unless the memory may be touched."""
-        if self.state is not State.MATERIALIZED:
-            raise NotMaterialized(
-                f"{self.owner}: {self.size_bytes:,} bytes at {self.address:#x} are {self.state}; "
-                f"materialise the tag {self.tag!r} first"
-            )
-
-    def keep_zero(self, offset: int, size_bytes: int) -> None:
-        """These bytes read zero from now on after every materialise: semaphores, counters. Zeroes them now as well,
-        on the stream of the allocation. Raises ``ValueError`` outside the allocation, ``NotMaterialized`` asleep.
-        """
-        if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
-            raise ValueError(f"{self!r} has no bytes {offset:,} to {offset + size_bytes:,}")
-        with self._entry.held():
-            self.require_materialized()
-            self._memory.device.driver.fill(self.address + offset, 0, size_bytes, stream=self._entry.stream)
-            self._entry.zero_ranges = [*self._entry.zero_ranges, (self.address + offset, size_bytes)]
-
-    def free(self, *, sync: bool = False) -> None:
-        """See ``VirtualMemory.free``. Freeing again does nothing."""
-        self._memory.free(self.address, sync=sync, only=self._entry)
 
 
 class VirtualMemory:
@@ -89,6 +52,7 @@ class VirtualMemory:
         self.margin_bytes, self.verify = 0, False
         self._ranges: Ranges = device.graphs if ranges is None else ranges
         self._registry = Registry(device.driver, self._ranges)
+        self._ranges.add_source(self._registry.awake)
         self._process = os.getpid()
 
     def __repr__(self) -> str:
@@ -131,14 +95,15 @@ class VirtualMemory:
             raise ValueError(f"zero ranges {list(zero_ranges)} do not lie within {size_bytes:,} bytes")
         self._start("an allocation of virtual memory")
         padded = round_up(size_bytes, self.granule_bytes)
-        try:
-            address = self._driver.va_reserve(padded, align=self._driver.capabilities().page_bytes)
-        except DriverOOM as error:
-            raise out_of_memory(error, stream, size_bytes=size_bytes, owner=owner) from error
-        entry = self._entry(address, size_bytes, config, account, owner, stream, peers)
-        entry.reserved_bytes = padded
-        entry.zero_ranges = [(address + offset, size) for offset, size in zero_ranges]
-        self._bring_up(entry, stream)
+        with undone_if_interrupted(lambda: self.free(address)):
+            try:
+                address = self._driver.va_reserve(padded, align=self._driver.capabilities().page_bytes)
+            except DriverOOM as error:
+                raise out_of_memory(error, stream, size_bytes=size_bytes, owner=owner) from error
+            entry = self._entry(address, size_bytes, config, account, owner, stream, peers)
+            entry.reserved_bytes = padded
+            entry.zero_ranges = [(address + offset, size) for offset, size in zero_ranges]
+            self._bring_up(entry, stream)
         return VirtualAllocation(self, entry, size_bytes=size_bytes)
 
     def map_at(
@@ -160,14 +125,16 @@ class VirtualMemory:
         if address % self.granule_bytes or size_bytes % self.granule_bytes:
             raise ValueError(f"{size_bytes:,} bytes at {address:#x} are not whole granules of {self.granule_bytes:,}")
         self._start("a mapping")
-        entry = self._entry(address, size_bytes, config, account, owner, stream, peers)
-        self._bring_up(entry, stream)
+        with undone_if_interrupted(lambda: self.unmap(address)):
+            entry = self._entry(address, size_bytes, config, account, owner, stream, peers)
+            self._bring_up(entry, stream)
         return VirtualAllocation(self, entry, size_bytes=size_bytes)
 
     def unmap(self, address: int) -> None:
         """Take back what ``map_at`` put there, once nothing uses it; the addresses stay the caller's."""
         self.free(address, sync=True)
 
+    @uninterrupted
     def free(self, address: int, *, sync: bool = False, only: Entry | None = None) -> None:
         """Give the allocation at ``address`` back; nothing where there is none.
 
@@ -193,7 +160,7 @@ class VirtualMemory:
             entry.must_drain = True  # a call in the middle of it may ask for copies after our mark
         if entry.chunk.state is State.RELEASED and not entry.is_busy:
             mark.close()
-            self._registry.discard(entry)
+            self._registry.discard_soon(entry)
         elif sync:
             mark.wait()
             self._registry.discard(entry, raises=True)
@@ -202,6 +169,7 @@ class VirtualMemory:
 
     # entries whose memory is made elsewhere
 
+    @uninterrupted
     def add(
         self,
         handle: int,
@@ -214,19 +182,21 @@ class VirtualMemory:
         account: Account | None = None,
         restore: Restore = Restore.NONE,
         zero_ranges: Sequence[Span] = (),
+        tells_graphs: bool = False,
     ) -> None:
         """Register a chunk that is RELEASED or MATERIALIZED under ``handle``, the address that ``extent`` begins at.
 
         From now on it is released and materialised with its tag. An arena is one entry: its ``extent`` tells what is
         committed at the moment, and its creator brings exactly that back. Leave ``account`` out when the creator
         books by itself. ``zero_ranges`` are (address, bytes), read anew at every materialise, so a list may change
-        with what is committed. Raises ``ValueError`` for a handle that is taken.
+        with what is committed. ``tells_graphs``: its maker tells ``GraphRanges`` of every edit and of what a capture
+        uses; else that is done here, all of it. Raises ``ValueError`` for a handle that is taken.
         """
         if chunk.state not in (State.RELEASED, State.MATERIALIZED):
             raise ValueError(f"{chunk!r} cannot be registered")
         restorer = restorer_for(restore, self._driver, self.backings)
         entry = Entry(handle, chunk, tag, owner, extent, stream.handle, account, restorer)
-        entry.zero_ranges = zero_ranges
+        entry.zero_ranges, entry.tells_graphs = zero_ranges, tells_graphs
         self._registry.insert(entry)
         try:
             entry.book()
@@ -253,8 +223,36 @@ class VirtualMemory:
         restorer = restorer_for(restore, self._driver, self.backings)
         entry = Entry(handle, Chunk(creator, configurators), tag, owner, extent, stream.handle, account, restorer)
         entry.zero_ranges = zero_ranges
-        self._bring_up(entry, stream)
+        with uninterrupted:
+            self._bring_up(entry, stream)
 
+    @contextmanager
+    def holding(self, handle: int) -> Iterator[None]:
+        """Nobody releases or materialises what is registered under ``handle`` meanwhile; nothing where there is none.
+
+        For a maker who also edits it by himself. Taken before ``GraphRanges.editing``, as every release does.
+        """
+        entry = self._registry.get(handle)
+        if entry is None:
+            yield
+        else:
+            with entry.held():
+                yield
+
+    def watch(self, handle: int, watcher: Watcher) -> bool:
+        """Tell ``watcher`` before what is registered under ``handle`` sleeps and when it woke; False: there is none."""
+        entry = self._registry.get(handle)
+        if entry is not None:
+            entry.watchers.append(watcher)
+        return entry is not None
+
+    def unwatch(self, handle: int, watcher: Watcher) -> None:
+        """Tell it no more; nothing where it was not told."""
+        entry = self._registry.get(handle)
+        if entry is not None and watcher in entry.watchers:
+            entry.watchers.remove(watcher)
+
+    @uninterrupted
     def remove(self, handle: int) -> Chunk[Any]:
         """The chunk that ``add`` registered, now the caller's and no longer booked; an INVALID one for no such handle.
 
@@ -267,6 +265,8 @@ class VirtualMemory:
             raise ValueError(f"{entry!r} was allocated here: free it")
         with entry.held():
             self._registry.forget(entry)
+            if not entry.tells_graphs:
+                self._ranges.forget(entry.address, entry.extent.padded_bytes)
             if entry.restorer is not None:
                 entry.restorer.close()
             if entry.account is not None and any(entry.booked):
@@ -276,6 +276,7 @@ class VirtualMemory:
 
     # tags
 
+    @uninterrupted
     def release(self, *tags: str, timeout_s: float | None = None) -> Released:
         """Give the memory of these tags back to the device and keep the addresses; what is released already stays so.
 
@@ -283,15 +284,21 @@ class VirtualMemory:
         that is to be saved is saved; if that fails, or a registration forbids it (``RangeReferenced``), nothing has
         changed. Then everything is unmapped; if that fails for some, the rest is unmapped all the same, the failed
         are poisoned (``bad_handles``), and the last ``DriverError`` is raised. ``CaptureError`` during a capture;
-        ``BufferInUse``, with nothing changed, when the streams are not idle after ``timeout_s``.
+        ``BufferInUse``, with nothing changed, when the streams are not idle after ``timeout_s``, and when a watcher
+        says that it must not sleep.
         """
         self._start("a release")
-        with self._batch(tags) as batch:
-            awake = any(entry.chunk.state is State.MATERIALIZED for entry in batch.entries)
-            if awake and not self.device.fences.quiesce(timeout_s=timeout_s):
-                raise BufferInUse(f"{', '.join(tags)} stays awake: work was still running after {timeout_s} s")
-            return batch.release()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
 
+        def drain() -> None:
+            left_s = None if until is None else max(0.0, until - time.monotonic())
+            if not self.device.fences.wait_idle(timeout_s=left_s):
+                raise BufferInUse(f"{', '.join(tags)} stays awake: work was still running after {timeout_s} s")
+
+        with self._batch(tags) as batch:
+            return batch.release(drain)
+
+    @uninterrupted
     def materialize(self, *tags: str) -> Wake:
         """Bring the memory of these tags back, contents included as far as they were saved. All or nothing.
 
@@ -311,6 +318,7 @@ class VirtualMemory:
         """What still takes memory under these tags, or under all; largest first. Empty after a release that worked."""
         return self._registry.leftovers(tags)
 
+    @uninterrupted
     def sweep(self) -> None:
         """Try again to give back what the driver would not take. Raises ``DeviceLost`` alone."""
         self._registry.sweep()

@@ -21,6 +21,13 @@ from tonnage.units import format_bytes
 
 T = TypeVar("T")
 
+#: Calls that end, or may end, a capture of mode "global" (torch's) with an error when another thread makes them, as it
+#: might wait for the capture. Ours never do, and say so; allocating from pools is not among them.
+BREAK_CAPTURES = frozenset(
+    ("cuMemAlloc", "cuMemAllocManaged", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuMemPoolTrimTo",
+     "cuMemPoolDestroy", "cuStreamSynchronize", "cuEventSynchronize", "cuEventQuery")
+)  # fmt: skip
+
 _alive: weakref.WeakSet[CudaContext] = weakref.WeakSet()
 
 
@@ -99,7 +106,19 @@ class CudaContext:
     def _call(self, name: str, *args: Any) -> Any:
         """A function of the driver with our context current; what it returns behind its status."""
         self._enter(name)
+        if name in BREAK_CAPTURES:
+            return self._guarded(self._relaxed, self._api.call, name, *args)
         return self._guarded(self._api.call, name, *args)
+
+    def _relaxed(self, function: Callable[..., T], *args: Any) -> T:
+        """Call it so that it breaks nobody's capture; afterwards the thread is as careful as it was."""
+        exchange = self._api.function("cuThreadExchangeStreamCaptureMode")
+        status, before = exchange(self._api.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            return function(*args)
+        finally:
+            if not status:
+                exchange(before)
 
     def _guarded(self, function: Callable[..., T], *args: Any) -> T:
         """Call it; a device that is lost meanwhile is remembered as lost."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from tonnage.device.cuda_api import CAPTURE_IMPLICIT, NOT_READY
+from tonnage.device.cuda_api import CAPTURE_IMPLICIT, INVALID_CONTEXT, INVALID_VALUE, NOT_READY
 from tonnage.device.cuda_pages import CudaPages
 from tonnage.errors import DriverError
 
@@ -16,28 +16,30 @@ NAMED_STREAMS = (0, 1, 2)
 FIRST_ADDRESS = 2**16
 
 
-class StreamBook(dict[int, Any]):
+class StreamBook:
     """The driver's object for each handle of a stream, ours or made elsewhere (by torch, say); made when first asked.
 
-    Whoever finds a handle here may use the stream at once. One that is missed goes through ``enter``, which refuses a
-    lost device and makes our context current; so nothing stays in the book when the device is lost, and the named
-    streams, which are the current context's, whichever that is, are never in it. A handle that cannot be a stream, or
-    that was one of ours and is destroyed, raises ``DriverError``: the driver would read wherever it points.
+    Whoever finds a handle in ``known`` may use the stream at once. One that is missed goes through ``enter``, which
+    refuses a lost device and makes our context current; so nothing stays in there when the device is lost, and the
+    named streams, which are the current context's, whichever that is, are never in it. A handle that cannot be a
+    stream, or that was one of ours and is destroyed, raises ``DriverError``: the driver would read wherever it points.
     """
 
     def __init__(self, wrap: Callable[[int], Any], enter: Callable[[str], None]) -> None:
-        super().__init__()
+        self.known: dict[int, Any] = {}
         self.destroyed: set[int] = set()
         self._wrap, self._enter = wrap, enter
         self._named = {handle: wrap(handle) for handle in NAMED_STREAMS}
 
-    def __missing__(self, handle: int) -> Any:
-        self._enter("stream")
-        found = self._named.get(handle)
+    def __getitem__(self, handle: int) -> Any:
+        found = self.known.get(handle)
+        if found is None:
+            self._enter("stream")
+            found = self._named.get(handle)
         if found is None:
             if handle < FIRST_ADDRESS or handle in self.destroyed:
                 raise DriverError("stream", "INVALID_HANDLE", f"no stream {handle:#x}")
-            self[handle] = found = self._wrap(handle)
+            self.known[handle] = found = self._wrap(handle)
         return found
 
 
@@ -49,16 +51,20 @@ class CudaStreams(CudaPages):
     Events are ours alone.
     """
 
+    __slots__ = ("_is_capturing", "_known_streams")  # read at every allocation, like those of ``CudaMemory``
+
     def __init__(self, ordinal: int, *, api: Any = None) -> None:
         super().__init__(ordinal, api=api)
         self._streams = StreamBook(self._api.module.CUstream, self._enter)
+        self._is_capturing = self._api.function("cuStreamIsCapturing")
+        self._known_streams = self._streams.known
         self._own_streams: dict[int, int] = {}  # handle -> priority
         self._idle_streams: defaultdict[int, list[int]] = defaultdict(list)  # priority -> handles
         self._events: dict[int, Any] = {}
 
     def _set_refusal(self, error: DriverError) -> None:
         super()._set_refusal(error)
-        self._streams.clear()
+        self._known_streams.clear()
 
     def stream_create(self, *, priority: int) -> int:
         """Lower numbers go first; what lies outside the device's range is taken as its nearest end."""
@@ -70,7 +76,7 @@ class CudaStreams(CudaPages):
                 return handle
             flags = self._api.module.CUstream_flags.CU_STREAM_NON_BLOCKING
             made = self._call("cuStreamCreateWithPriority", int(flags), priority)
-            self._streams[int(made)] = made
+            self._known_streams[int(made)] = made
             self._own_streams[int(made)] = priority
             return int(made)
 
@@ -82,7 +88,7 @@ class CudaStreams(CudaPages):
                 raise DriverError("stream_destroy", "INVALID_HANDLE", f"no stream {stream:#x} was created here")
             if self.stream_capturing(stream):
                 raise DriverError("stream_destroy", "INVALID_VALUE", f"stream {stream:#x} is being captured")
-            self._streams.pop(stream, None)
+            self._known_streams.pop(stream, None)
             self._streams.destroyed.add(stream)
             self._idle_streams[self._own_streams[stream]].append(stream)
 
@@ -97,12 +103,19 @@ class CudaStreams(CudaPages):
     def stream_capturing(self, stream: int) -> bool:
         """Whether the stream is being captured. Stream 0 counts as captured while any stream of the context is that
         it would wait for: nothing may be asked of it then."""
-        self._enter("stream_capturing")
-        status, state = self._api.function("cuStreamIsCapturing")(self._streams[stream])
+        try:
+            on = self._known_streams[stream]
+        except KeyError:
+            on = self._streams[stream]
+        status, state = self._is_capturing(on)
         if status:
+            if int(status) in (INVALID_CONTEXT, INVALID_VALUE):  # for want of our context, perhaps
+                self._enter("stream_capturing")
+                status, state = self._is_capturing(on)
             if int(status) == CAPTURE_IMPLICIT:
                 return True
-            raise self._failed("cuStreamIsCapturing", status)
+            if status:
+                raise self._failed("cuStreamIsCapturing", status)
         return int(state) != 0
 
     def event_create(self) -> int:
@@ -121,7 +134,7 @@ class CudaStreams(CudaPages):
 
     def event_done(self, event: int) -> bool:
         self._enter("event_done")
-        (status,) = self._api.function("cuEventQuery")(self._event("event_done", event))
+        (status,) = self._relaxed(self._api.function("cuEventQuery"), self._event("event_done", event))
         if status and int(status) != NOT_READY:
             raise self._failed("cuEventQuery", status)
         return not status

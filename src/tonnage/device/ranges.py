@@ -38,9 +38,9 @@ class RangeBook(Generic[T]):
 
     def add(self, start: int, size: int, value: T) -> Range[T]:
         """Book a range; the caller has checked that it overlaps none."""
+        made = self._ranges[start] = Range(start, size, value)  # first: what is in ``_starts`` is looked up here
         insort(self._starts, start)
-        self._ranges[start] = Range(start, size, value)
-        return self._ranges[start]
+        return made
 
     def remove(self, start: int) -> Range[T]:
         self._starts.pop(bisect_right(self._starts, start) - 1)

@@ -45,9 +45,9 @@ class Account:
     """
 
     __slots__ = (
-        "_first_phase", "_high_phase", "_high_water_bytes", "_is_ready", "_journal", "_level", "_note", "_noted",
-        "_num_frees", "_num_samples", "_num_takes", "_physical_bytes", "_released_bytes", "_requested_bytes", "how",
-        "line", "memory", "number", "owner", "tag",
+        "_first_phase", "_high_phase", "_high_water_bytes", "_is_ready", "_journal", "_level", "_num_frees",
+        "_num_samples", "_num_takes", "_physical_bytes", "_released_bytes", "_requested_bytes", "how", "line",
+        "memory", "note", "number", "owner", "tag",
     )  # fmt: skip
 
     requested_bytes, physical_bytes, high_water_bytes = Figure(), Figure(), Figure()
@@ -66,7 +66,7 @@ class Account:
         how: How = How.COUNTED,
     ) -> None:
         self._journal, self._level, self.number = journal, level, number
-        self._noted, self._note = journal.noted, journal.noted.append
+        self.note = journal.noted.append
         self.owner, self.line, self.memory, self.tag, self.how = owner, line, memory, tag, how
         self._requested_bytes = self._physical_bytes = self._high_water_bytes = self._released_bytes = 0
         self._num_takes = self._num_frees = self._num_samples = 0
@@ -89,22 +89,21 @@ class Account:
             return self._changes()
 
     def take(self, num_bytes: int, stream: int) -> None:
-        """``add`` for more than no bytes, physical as requested; the bytes are counted before they are next read.
+        """``add`` for more than no bytes, physical as requested; they are counted before anything is read.
 
-        Raises ``LedgerError`` after a strict seal, as ``add`` does.
+        Raises ``LedgerError`` after a strict seal, as ``add`` does. Where it has been called before, a caller may do
+        what it does by himself: ``note`` the ``Change``. So ``PooledBuffer`` does.
         """
         if self._is_ready:
-            self._note((monotonic_ns(), self.number, num_bytes, stream, self._journal.moment))
+            self.note((monotonic_ns(), self.number, num_bytes, stream, self._journal.moment))
         else:
             self.add(num_bytes, num_bytes, stream=stream)
 
     def give(self, num_bytes: int, stream: int) -> None:
         """Gives back what one ``take`` took. Not checked: whoever gives more has a negative account from then on."""
-        self._note((monotonic_ns(), self.number, -num_bytes, stream, self._journal.moment))
-        # Only here: what is taken and not given is alive, so it is not many.
-        if len(self._noted) >= MAX_NOTED:
-            with self._journal:
-                pass
+        self.note((monotonic_ns(), self.number, -num_bytes, stream, self._journal.moment))
+        if len(self._journal.noted) >= MAX_NOTED:
+            self._journal.catch_up()
 
     def add(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
         """One more live allocation, on ``stream`` if any. ``physical_bytes`` counts the rounding to pages.

@@ -61,7 +61,11 @@ class Journal:
 
     def __enter__(self) -> None:
         self.lock.acquire()
-        self.count()
+        try:
+            self.count()
+        except BaseException:  # Ctrl-C: what is not counted yet is counted next time
+            self.lock.release()
+            raise
 
     def __exit__(self, *error: object) -> None:
         self.lock.release()
@@ -73,6 +77,12 @@ class Journal:
     @property
     def is_sealed(self) -> bool:
         return self.moment[2]
+
+    def catch_up(self) -> None:
+        """Count what is noted. Whoever gives memory back looks whether it is time; what is only taken is alive, and so
+        bounded anyway."""
+        with self:
+            pass
 
     def count(self) -> None:
         """Bring the accounts up to what is noted; called with the lock held.

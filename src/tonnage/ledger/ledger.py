@@ -34,7 +34,7 @@ class Ledger:
     ) -> None:
         self.device, self.total_bytes, self.host_is_device = device, total_bytes, host_is_device
         self.free_before_bytes: int | None = None
-        self._journal = Journal(num_events)
+        self.journal = Journal(num_events)
         self._accounts: dict[tuple[str, LineKind, MemoryKind, str], Account] = {}
         self._planned: dict[LineKind, int] = {}
         self._levels: dict[LineKind, Level] = {}
@@ -43,11 +43,11 @@ class Ledger:
         self._unattributed_high: int | None = None
         # What others hold is followed as an account is, but it is none of ours: no entry, no part of any sum.
         self._others = Account(
-            self._journal, Level(), number=0, owner=OTHERS, line=LineKind.FOREIGN, memory=MemoryKind.GPU,
+            self.journal, Level(), number=0, owner=OTHERS, line=LineKind.FOREIGN, memory=MemoryKind.GPU,
             how=How.SAMPLED,
         )  # fmt: skip
-        self._journal.know(OTHERS)
-        self._numbered = self._journal.accounts
+        self.journal.know(OTHERS)
+        self._numbered = self.journal.accounts
         self._numbered.append(self._others)
         self._foreign_low: int | None = None
 
@@ -69,34 +69,38 @@ class Ledger:
         Raises ``LedgerError`` when it is open with another ``how``.
         """
         key = (owner, line, memory, tag)
-        with self._journal:
+        with self.journal:
             account = self._accounts.get(key)
             if account is None:
                 on_device = self.host_is_device or memory not in _HOST_KINDS
                 level = self._levels.setdefault(line, Level()) if on_device else self._beside
                 number = len(self._numbered)
                 account = Account(
-                    self._journal, level, number=number, owner=owner, line=line, memory=memory, tag=tag, how=how
+                    self.journal, level, number=number, owner=owner, line=line, memory=memory, tag=tag, how=how
                 )
                 self._numbered.append(account)
                 self._accounts[key] = account
             if account.how is not how:
                 raise LedgerError(f"{account!r} is {account.how}; it cannot also be {how}")
             if declared:
-                self._journal.know(owner)
+                self.journal.know(owner)
             return account
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """What is changed inside is one step for whoever reads: bytes that move between accounts are seen once."""
+        return self.journal
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Changes inside belong to ``name``; nested phases read ``outer/inner``."""
-        return self._journal.phase(name)
+        return self.journal.phase(name)
 
     def step(self, number: int) -> None:
         """Events from now on carry this step number."""
-        self._journal.step(number)
+        self.journal.step(number)
 
     def expect(self, plan_lines: Mapping[LineKind, int]) -> None:
         """What the plan gives each line, in bytes; replaces what was expected before."""
-        with self._journal:
+        with self.journal:
             self._planned = dict(plan_lines)
 
     def sample(self, reading: Reading) -> None:
@@ -104,7 +108,7 @@ class Ledger:
 
         A change of what others hold becomes an event of the owner ``OTHERS``, so it can be seen when it happened.
         """
-        with self._journal:
+        with self.journal:
             self._reading = reading
             remainder = self._remainder()
             if remainder is not None:
@@ -121,29 +125,29 @@ class Ledger:
         ``strict``: they raise ``LedgerError`` and are not booked. Owners that held something before go on as usual,
         and so do those ``declared`` here: the plan has a line for them although they hold nothing yet.
         """
-        self._journal.seal(strict=strict, declared=declared)
+        self.journal.seal(strict=strict, declared=declared)
 
     @property
     def is_sealed(self) -> bool:
-        return self._journal.is_sealed
+        return self.journal.is_sealed
 
     @property
     def accounted_bytes(self) -> int:
         """Physical bytes of all accounts on the device together."""
-        with self._journal:
+        with self.journal:
             return self._accounted()
 
     @property
     def host_bytes(self) -> int:
         """Physical bytes of the accounts in host memory; 0 where the host is the device."""
-        with self._journal:
+        with self.journal:
             return self._on_host()
 
     @property
     def num_lost_events(self) -> int:
         """Changes that the ring had no room for any more: the oldest ones."""
-        with self._journal:
-            return sum(account._changes() for account in self._numbered) - len(self._journal.changes)
+        with self.journal:
+            return sum(account._changes() for account in self._numbered) - len(self.journal.changes)
 
     def events(self) -> tuple[LedgerEvent, ...]:
         """The last changes, oldest first; at most ``num_events``."""
@@ -151,13 +155,13 @@ class Ledger:
 
     def history(self, *, owner: str | None = None, line: LineKind | None = None) -> tuple[LedgerEvent, ...]:
         """The last changes of that owner, of that line, or of both, oldest first; ``OTHERS`` is an owner too."""
-        with self._journal:
+        with self.journal:
             wanted = {
                 number: account
                 for number, account in enumerate(self._numbered)
                 if owner in (None, account.owner) and line in (None, account.line)
             }
-            changes = [change for change in self._journal.changes if change[1] in wanted]
+            changes = [change for change in self.journal.changes if change[1] in wanted]
         return tuple(wanted[change[1]].event(change) for change in changes)
 
     def timeline(self, line: LineKind) -> tuple[tuple[int, int], ...]:
@@ -165,11 +169,11 @@ class Ledger:
 
         The last one is what the line holds now; FOREIGN counts what others hold.
         """
-        with self._journal:
+        with self.journal:
             drawn = [*self._on_device(), self._others]
             numbers = {account.number for account in drawn if account.line is line}
             held = sum(account._physical_bytes for account in drawn if account.line is line)
-            changes = [change for change in self._journal.changes if change[1] in numbers]
+            changes = [change for change in self.journal.changes if change[1] in numbers]
         points = []
         # Backwards from what is known now: what the ring has lost need not be known.
         for at_ns, _, delta, _, _ in reversed(changes):
@@ -179,10 +183,10 @@ class Ledger:
 
     def snapshot(self) -> Snapshot:
         """The ledger now. ``own``, ``free`` and ``foreign`` are as of the last reading: ``sample`` one just before."""
-        with self._journal:
+        with self.journal:
             reading = self._reading
             return Snapshot(
-                phase=self._journal.phase_name,
+                phase=self.journal.phase_name,
                 entries=tuple(self._entry(account) for account in self._numbered[1:]),
                 own=reading.own_bytes if reading else None,
                 own_source=reading.own_source if reading else "unread",
@@ -192,7 +196,7 @@ class Ledger:
                 free=reading.free_bytes if reading else self.total_bytes - self._accounted(),
                 unattributed=self._remainder(),
                 host=self._on_host(),
-                first_uses=tuple(self._journal.first_uses.values()),
+                first_uses=tuple(self.journal.first_uses.values()),
             )
 
     def audit(self) -> tuple[AuditRow, ...]:
@@ -200,7 +204,7 @@ class Ledger:
 
         A line counts what was asked for; what whole pages add to it is the line ROUNDING, there as in the plan.
         """
-        with self._journal:
+        with self.journal:
             known = {*self._planned, *(account.line for account in self._on_device() if account._changes())}
             if self._level(LineKind.ROUNDING).bytes:
                 known.add(LineKind.ROUNDING)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Tally:
-    """What ``changes`` of one account add to its figures, and its highest. Each is one allocation made or freed.
+    """What changes of one account add to its figures, and its highest. Each is one allocation made or freed.
 
     ``level_high_bytes`` is the highest of its line, 0 where another tally says it.
     """
@@ -22,35 +22,41 @@ class Tally:
         "released_bytes", "top_bytes",
     )  # fmt: skip
 
-    def __init__(self, account: Account, changes: Sequence[Change]) -> None:
-        highest, phase = account._high_water_bytes, account._high_phase
+    def __init__(self, account: Account) -> None:
+        self.account, self.level, self.level_high_bytes = account, account._level, 0
+
+    def count(self, changes: Sequence[Change]) -> list[Change]:
+        """Count those that are this account's; returns the others."""
+        account, others = self.account, []
+        number, highest, phase = account.number, account._high_water_bytes, account._high_phase
         before = held = account._physical_bytes
-        top = num_takes = released = 0
-        for _, _, delta, _, moment in changes:
+        top = num_frees = released = 0
+        for change in changes:
+            if change[1] != number:
+                others.append(change)
+                continue
+            delta = change[2]
             held += delta
             if delta < 0:
+                num_frees += 1
                 released -= delta
-            else:
-                num_takes += 1
-                if held > top:
-                    top = held
-                    if held > highest:
-                        highest, phase = held, moment[0]
-        self.account, self.level = account, account._level
+            elif held > top:
+                top = held
+                if held > highest:
+                    highest, phase = held, change[4][0]
         self.delta_bytes, self.top_bytes, self.released_bytes = held - before, top - before, released
-        self.num_takes, self.num_frees = num_takes, len(changes) - num_takes
-        self.high_bytes, self.high_phase, self.level_high_bytes = highest, phase, 0
+        self.num_frees, self.num_takes = num_frees, len(changes) - len(others) - num_frees
+        self.high_bytes, self.high_phase = highest, phase
+        return others
 
 
 def tallies_of(changes: Sequence[Change], accounts: Sequence[Account]) -> list[Tally]:
     """One tally an account; nothing is changed yet."""
-    numbers = {change[1] for change in changes}
-    tallies = [
-        Tally(accounts[number], [change for change in changes if change[1] == number] if len(numbers) > 1 else changes)
-        for number in numbers
-    ]
     levels: dict[Level, list[Tally]] = {}
-    for tally in tallies:
+    left = changes
+    while left:
+        tally = Tally(accounts[left[0][1]])
+        left = tally.count(left)
         levels.setdefault(tally.level, []).append(tally)
     for level, on_it in levels.items():
         top_bytes = on_it[0].top_bytes
@@ -58,4 +64,4 @@ def tallies_of(changes: Sequence[Change], accounts: Sequence[Account]) -> list[T
             numbers = {tally.account.number for tally in on_it}
             top_bytes = max(accumulate([change[2] for change in changes if change[1] in numbers]))
         on_it[0].level_high_bytes = level.bytes + top_bytes
-    return tallies
+    return [tally for on_it in levels.values() for tally in on_it]
