@@ -20,7 +20,7 @@ from tonnage.buffers import Device, Stream, VaArena
 from tonnage.buffers.give_back import GivenBack, give_back, take_back
 from tonnage.buffers.neighbours import Lender, ask, runtime_directory
 from tonnage.device.host import HostDriver
-from tonnage.errors import BufferInUse, BufferOOM, InvalidSetting, NotMaterialized
+from tonnage.errors import BufferInUse, BufferOOM, InvalidSetting, NotMaterialized, ResourceError
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind
 
@@ -260,7 +260,20 @@ def test_a_name_left_by_a_dead_process_is_cleared_away(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"\xff\n", b"[]\n", b"7\n", b'{"num_bytes": -1, "deadline": 1e18}\n', b'{"num_bytes": 5}\n', b"x" * 5000]
+    "line",
+    [
+        b"\xff\n",
+        b"[]\n",
+        b"7\n",
+        b'{"num_bytes": -1, "deadline": 1e18}\n',
+        b'{"num_bytes": 5}\n',
+        b"x" * 5000,
+        b'{"num_bytes": Infinity, "deadline": 1e18}\n',
+        b'{"num_bytes": NaN, "deadline": 1e18}\n',
+        b'{"num_bytes": 5, "deadline": NaN}\n',
+        b'{"num_bytes": 5, "deadline": Infinity}\n',
+        b"[" * 4000 + b"\n",
+    ],
 )
 def test_nonsense_is_not_answered(lender: Lender, arena: VaArena, directory: Path, line: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -300,6 +313,106 @@ def test_the_runtime_directory_is_ours_alone(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert runtime_directory() == tmp_path / f"tonnage-{os.getuid()}"
+
+
+def test_a_directory_that_cannot_be_used_is_refused_with_its_name(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        monkeypatch.setenv("TONNAGE_RUNTIME_DIR", str(wrong))
+        with pytest.raises(InvalidSetting, match=f"{wrong}.*cannot be made or used"):
+            runtime_directory()
+    with pytest.raises(InvalidSetting, match="cannot hold a socket: No such file"):
+        Lender("host-0", directory=tmp_path / "missing")
+
+
+def test_a_directory_too_long_for_a_socket_is_refused_with_numbers(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    with pytest.raises(InvalidSetting, match=r"is too long: the name of a socket has 107 bytes, not \d+.*short path"):
+        Lender("host-0", directory=deep)
+    assert ask("host-0", PAGE, deadline_s=1, directory=deep) == ()
+
+
+def test_names_that_are_not_ours_are_ignored(directory: Path) -> None:
+    for name in ("host-0.foo.sock", "host-0.\u0661.sock", "host-0..sock"):
+        (directory / name).write_text("")
+    assert ask("host-0", PAGE, deadline_s=1, directory=directory) == ()
+    assert len(list(directory.iterdir())) == 3
+
+
+@pytest.mark.parametrize("deadline_s", [float("inf"), float("nan")])
+def test_a_deadline_that_never_comes_is_refused(directory: Path, deadline_s: float) -> None:
+    with pytest.raises(ValueError, match="a deadline of"):
+        ask("host-0", PAGE, deadline_s=deadline_s, directory=directory)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"given_bytes": Infinity, "reason": ""}\n',
+        b"[" * 5000 + b"\n",
+        b"x" * 100_000,
+        b'{"given_bytes": -5, "reason": ""}\n',
+    ],
+)
+def test_a_lender_that_answers_nonsense_gives_nothing(directory: Path, answer: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as lender:
+        lender.bind(str(directory / "host-0.1.sock"))
+        lender.listen()
+        child = start_asking(directory, PAGE, 20)
+        connection, _ = lender.accept()
+        with connection, suppress(OSError):
+            connection.recv(1000)
+            connection.sendall(answer)
+        assert [one["given_bytes"] for one in finished(child)] == [0]
+
+
+def test_one_lender_for_each_device_and_process(directory: Path) -> None:
+    first = Lender("host-0", directory=directory)
+    with pytest.raises(ResourceError, match="hears requests for this device already"):
+        Lender("host-0", directory=directory)
+    other = Lender("host-1", directory=directory)
+    other.close()
+    assert len(list(directory.iterdir())) == 1
+    first.close()
+    again = Lender("host-0", directory=directory)
+    first.close()  # closing again does nothing, to the next one's name either
+    assert len(list(directory.iterdir())) == 1
+    again.close()
+
+
+def test_a_closed_lender_says_so(lender: Lender, arena: VaArena) -> None:
+    lender.close()
+    for call in (lender.pending, lambda: lender.serve(arena, leave)):
+        with pytest.raises(ValueError, match=r"<Lender .*> is closed"):
+            call()
+
+
+def test_a_forked_child_lends_nothing(directory: Path) -> None:
+    program = f"""
+import os
+from pathlib import Path
+from tonnage.buffers.neighbours import Lender
+from tonnage.errors import ForkedProcess
+
+lender = Lender("host-0", directory=Path({str(directory)!r}))
+if not os.fork():
+    for call in (lender.pending, lambda: lender.serve(None, None)):
+        try:
+            call()
+        except ForkedProcess as error:
+            assert "in its child" in str(error)
+        else:
+            os._exit(1)
+    lender.close()
+    os._exit(0)
+assert os.wait()[1] == 0
+assert lender.pending() == ()
+assert len(list(Path({str(directory)!r}).iterdir())) == 1
+lender.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_work_that_runs_on_is_an_error_for_who_edits_by_hand(arena: VaArena, monkeypatch) -> None:

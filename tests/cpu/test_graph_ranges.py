@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tonnage.buffers import BufferManager, Device, Restore, Stream, VaArena, scope
@@ -377,7 +377,11 @@ def test_an_edit_stands_where_a_registration_cannot_be_put_up_again(arena: VaAre
     assert arena.commit(6 * PAGE) == 6 * PAGE
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.booleans()), max_size=25))
+EDITS = st.tuples(st.integers(0, 30), st.integers(1, 12), st.booleans())
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 25).flatmap(lambda size: st.lists(EDITS, min_size=size, max_size=size)))
 def test_holes_are_what_was_unmapped_last(edits: list[tuple[int, int, bool]]) -> None:
     graphs, mapped = GraphRanges(), [True] * 50
     for number in range(50):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -510,3 +512,66 @@ def test_a_book_of_ranges_finds_overlaps_and_gaps() -> None:
     book.remove(20)
     assert (len(book), book.covering(12, 20)) == (2, None)
     assert [one.start for one in book] == [10, 30]
+
+
+# forks, and sizes that no machine has
+
+FORK = """
+import ctypes, os, sys
+from tonnage.device.host import HostDriver
+from tonnage.errors import DeviceLost
+
+page = 2**21
+driver = HostDriver(16 * page)
+addr = driver.va_reserve(2 * page, align=page)
+handle = driver.phys_create(page)
+driver.map(addr, page, handle)
+driver.set_access(addr, page)
+plain, pinned, stream = driver.mem_alloc(100), driver.host_alloc(100, flags=0), driver.stream_create(priority=0)
+kept = driver.mem_free
+for start, size in ((addr, page), (plain, 100), (pinned, 100)):
+    ctypes.memset(start, 7, size)
+if not os.fork():
+    calls = [
+        lambda: kept(plain), lambda: driver.mem_alloc(1), lambda: driver.unmap(addr, page), lambda: driver.mem_info(),
+        lambda: driver.phys_release(handle), lambda: driver.fill(addr, 0, page, stream=0), lambda: driver.activate(),
+        lambda: driver.host_free(pinned), lambda: driver.stream_sync(stream), lambda: driver.event_create(),
+        lambda: driver.stream_create(priority=0), lambda: driver.device_sync(),
+    ]
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except DeviceLost as error:
+            assert error.code == "FORKED" and "spawn" in str(error), error
+        else:
+            os._exit(10 + number)
+    os._exit(0 if driver.close() == driver.close() == driver.leaks() != () else 50)
+_, status = os.wait()
+assert os.waitstatus_to_exitcode(status) == 0, os.waitstatus_to_exitcode(status)
+for start, size in ((addr, page), (plain, 100), (pinned, 100)):
+    assert ctypes.string_at(start, size) == bytes([7]) * size
+driver.mem_free(plain)
+assert len(driver.close()) == 3
+"""
+
+
+def test_a_forked_child_is_refused_and_its_parent_keeps_every_byte() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("size", [2**63, 2**64, 2**64 + PAGE, 2**70])
+def test_sizes_beyond_all_addresses_are_out_of_memory(size: int) -> None:
+    driver = HostDriver(2**80)  # so that nothing else refuses them first
+    for call in (
+        lambda: driver.va_reserve(size, align=PAGE),
+        lambda: driver.phys_create(size),
+        lambda: driver.phys_create(size, exportable=True),
+        lambda: driver.mem_alloc(size),
+        lambda: driver.host_alloc(size, flags=0),
+    ):
+        with pytest.raises(DriverOOM):
+            call()
+    with pytest.raises(DriverOOM, match=f"{size + PAGE:,} bytes are more than there can be addresses"):
+        driver.va_reserve(size, align=PAGE)
+    assert driver.close() == ()

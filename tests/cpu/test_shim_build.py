@@ -42,7 +42,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def copier(path: Path, library: Path, *, after: str = "") -> Path:
     """A compiler for tests that are not about compiling: it is asked for its version, and it makes ``library``."""
-    return script(path, f'for last; do :; done; [ "$last" = --version ] && exit 0; {after}\nexec cp "{library}" "$last"')
+    return script(
+        path, f'for last; do :; done; [ "$last" = --version ] && exit 0; {after}\nexec cp "{library}" "$last"'
+    )
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
@@ -65,9 +67,7 @@ def test_it_is_built_once_and_then_found(environ: dict[str, str], tmp_path: Path
     assert Shim(first.path).num_heaps == 16
 
 
-def test_another_source_or_compiler_has_another_library(
-    environ: dict[str, str], tmp_path: Path, library: Path
-) -> None:
+def test_another_source_or_compiler_has_another_library(environ: dict[str, str], tmp_path: Path, library: Path) -> None:
     changed = tmp_path / "changed.c"
     changed.write_text(SOURCE.read_text() + "\n/* changed */\n")
     one, other = copier(tmp_path / "one", library), copier(tmp_path / "other", library)
@@ -134,9 +134,7 @@ def test_a_library_of_another_version_is_not_used(environ: dict[str, str], tmp_p
     assert "version 7 and 1 is needed" in built.reason
 
 
-def test_a_spoiled_library_in_the_cache_is_built_again(
-    environ: dict[str, str], tmp_path: Path, library: Path
-) -> None:
+def test_a_spoiled_library_in_the_cache_is_built_again(environ: dict[str, str], tmp_path: Path, library: Path) -> None:
     environ["CC"] = str(copier(tmp_path / "copier", library))
     path = build_shim(environ=environ).path
     assert path is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -713,7 +714,7 @@ def test_closing_an_arena_beside_a_release_of_its_tag_ends(bench: Bench, monkeyp
         if name in ("close", "release") and name not in met:
             met.add(name)
             with suppress(threading.BrokenBarrierError):
-                both.wait(0.5)
+                both.wait(1)
         device_sync()
 
     def run(call: Callable[[], object]) -> None:
@@ -722,10 +723,17 @@ def test_closing_an_arena_beside_a_release_of_its_tag_ends(bench: Bench, monkeyp
         except Exception as error:  # noqa: BLE001 - told by the main thread
             failed.append(error)
 
+    unmap = bench.host.unmap
+
+    def unmap_slowly(addr: int, size: int) -> None:
+        time.sleep(0.1)  # meanwhile the other one comes to its second lock
+        unmap(addr, size)
+
+    monkeypatch.setattr(bench.host, "unmap", unmap_slowly)
     monkeypatch.setattr(bench.host, "device_sync", wait_for_the_other)
     threads = [
         threading.Thread(target=run, args=(call,), name=name, daemon=True)
-        for name, call in (("release", lambda: bench.memory.release("kv")), ("close", arena.close))
+        for name, call in (("release", lambda: bench.device.virtual.release("kv")), ("close", arena.close))
     ]
     for thread in threads:
         thread.start()

@@ -101,6 +101,85 @@ def test_cupy_takes_it_too(manager: BufferManager) -> None:
     buffer.close()
 
 
+@pytest.mark.parametrize("view", [torch.from_dlpack, as_tensor])
+def test_a_view_that_ends_while_an_error_is_on_its_way_loses_neither(manager: BufferManager, view) -> None:
+    buffer = manager.gpu(16, line=LineKind.TABLES)
+    with pytest.raises(IndexError, match="out of bounds"):
+        view(buffer)[100]
+    assert buffer.exports.names == ()
+    buffer.close()
+
+
+def test_an_arena_is_all_its_addresses_to_torch_and_cupy(device: Device) -> None:
+    cupy = pytest.importorskip("cupy")
+    arena = VaArena(Stream(device), ledger=Ledger(0, GiB), owner="tests", line=LineKind.KV, reserve_bytes=8 * GiB)
+    tensor, array = torch.from_dlpack(arena), cupy.from_dlpack(arena)  # nothing is mapped yet
+    assert (tensor.numel(), array.size, tensor.data_ptr(), array.data.ptr) == (8 * GiB, 8 * GiB, *[arena.address] * 2)
+    arena.commit(2 * MiB)
+    tensor[: 2 * MiB].fill_(3)
+    torch.cuda.synchronize()
+    assert int(array[: 2 * MiB].max()) == 3
+    with pytest.raises(BufferInUse):
+        arena.close()
+    del tensor, array
+    torch.cuda.synchronize()
+    arena.close()
+
+
+def test_a_free_waits_for_the_stream_that_the_consumer_named(manager: BufferManager) -> None:
+    side = torch.cuda.Stream()
+    buffer = manager.gpu(64 * MiB, line=LineKind.TABLES)
+    with torch.cuda.stream(side):
+        tensor = torch.from_dlpack(buffer)
+        torch.cuda._sleep(400_000_000)
+        tensor.fill_(3)
+    assert buffer.used_on == (side.cuda_stream,)
+    del tensor
+    buffer.close()  # the fill has not begun
+    again = manager.gpu(64 * MiB, line=LineKind.TABLES)
+    manager.set_mem(again, 9)
+    torch.cuda.synchronize()
+    tensor = as_tensor(again)
+    assert int(tensor.min()) == int(tensor.max()) == 9
+    del tensor
+    torch.cuda.synchronize()
+    again.close()
+
+
+def test_the_host_reads_pinned_memory_when_the_copy_into_it_is_done(manager: BufferManager) -> None:
+    numpy = pytest.importorskip("numpy")
+    source = manager.gpu(256 * MiB, line=LineKind.TABLES)
+    target = manager.pinned(256 * MiB, line=LineKind.TABLES)
+    manager.set_mem(source, 7)
+    manager.copy(src=source, dst=target)
+    array = numpy.from_dlpack(target)  # no synchronisation of ours
+    assert (int(array[0]), int(array[-1])) == (7, 7)
+    del array
+    target.close()
+    source.close()
+
+
+def test_memory_is_not_exported_across_a_capture(manager: BufferManager) -> None:
+    buffer = manager.gpu(MiB, line=LineKind.TABLES)
+    manager.stream.sync()
+    stream, graph, inside = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            with pytest.raises(CaptureError, match="export it before the capture"):
+                torch.from_dlpack(buffer)
+            inside += 1
+        finally:
+            graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert inside.tolist() == [1] * 4  # the capture was not harmed
+    assert not buffer.exports.is_alive
+    del graph
+    buffer.close()
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "int64", "bool", "float8_e4m3fn", "float8_e5m2"])
 def test_dtypes_arrive(manager: BufferManager, name: str) -> None:
     buffer = manager.gpu((2, 3), name, line=LineKind.TABLES)

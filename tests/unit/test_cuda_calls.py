@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_cuda import CAPACITY, PAGE, CUresult, FakeCuda, Number
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tonnage.device.cuda import CudaDriver
@@ -401,7 +401,11 @@ def test_flags_of_host_memory_are_passed_on(api, driver):
     assert api.called("cuMemHostAlloc") == [(100, 5)]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["alloc", "free", "fail"]), st.integers(0, 20)), max_size=40))
+STEPS = st.tuples(st.sampled_from(["alloc", "free", "fail"]), st.integers(0, 20))
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 30).flatmap(lambda size: st.lists(STEPS, min_size=size, max_size=size)))
 def test_the_books_agree_with_the_driver_whatever_fails(steps):
     """What ``leaks`` tells is exactly what the driver holds for us."""
     api = FakeCuda()

@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
 from tonnage.buffers import dlpack
@@ -26,18 +27,31 @@ def num_bytes_of(shape: int | Sequence[int], dtype: str) -> tuple[int, tuple[int
     element_bytes = DTYPE_BYTES.get(dtype)
     if element_bytes is None:
         raise ValueError(f"no dtype {dtype!r}: one of {', '.join(DTYPE_BYTES)}")
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    try:
+        sizes, is_shape = _sizes_of(shape)
+    except TypeError:
+        raise ValueError(f"a buffer of {shape!r} elements: sizes are integers, a shape is a sequence of them") from None
     if min(sizes, default=0) < 0:
         raise ValueError(f"a buffer of {shape} elements")
-    return math.prod(sizes) * element_bytes, None if isinstance(shape, int) else sizes
+    return math.prod(sizes) * element_bytes, sizes if is_shape else None
+
+
+def _sizes_of(shape: int | Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """The sizes, and whether they are a shape. Integers of others (numpy) are made Python's, which never overflow."""
+    if hasattr(shape, "__index__"):
+        try:
+            return (index(shape),), False
+        except TypeError:  # an array of numpy has the method, and refuses unless it is a single number
+            pass
+    return tuple(map(index, shape)), True  # type: ignore[arg-type]
 
 
 class Buffer:
     """``size_bytes`` at ``address``, out of ``capacity_bytes`` of memory. Made by a ``BufferManager``; close it once.
 
     ``address`` is 0 while the size is 0, whatever the capacity. ``dtype`` is a name of ``DTYPE_BYTES``; ``shape`` and
-    ``num_elements`` count elements of it. Not thread-safe. A buffer that is dropped without ``close`` is closed by
-    its manager the next time it is called, with a warning in the log.
+    ``num_elements`` count elements of it. Not thread-safe. ``with`` it to have it closed. One that is dropped without
+    ``close`` is closed when memory of its device is next asked for, by whichever manager, with a warning in the log.
 
     ``account``, ``base``, ``held``, ``physical_bytes`` and ``used_on`` are for the room's own use.
     """
@@ -63,12 +77,11 @@ class Buffer:
     def made(cls, source: Source, account: Account, size_bytes: int, dtype: str, shape: tuple[int, ...] | None) -> Self:
         """One with memory from ``source``; raises what ``Source.fill`` does. (An ``__init__`` would cost more.)"""
         buffer = cls()
-        buffer.base = 0
+        buffer.base = buffer.size_bytes = buffer.capacity_bytes = 0
         buffer._source, buffer.account, buffer.dtype, buffer._shape = source, account, dtype, shape
         buffer.used_on, buffer._exports = (), None
         if size_bytes:
             source.fill(buffer, size_bytes)
-        buffer.size_bytes = buffer.capacity_bytes = size_bytes
         return buffer
 
     def __repr__(self) -> str:
@@ -131,11 +144,11 @@ class Buffer:
         The new memory comes from where the old one came, and may lie elsewhere. When it cannot be had
         (``BufferOOM``), the buffer is empty and may be resized again. Raises ``BufferInUse`` while a tensor looks.
         """
-        self._resize(num_elements, None)
+        self._resize(num_elements, keeps_shape=False)
 
     def reshape(self, shape: Sequence[int]) -> None:
         """Resize to the elements of ``shape``. Raises as ``resize`` does."""
-        self._resize(shape, tuple(shape))
+        self._resize(shape, keeps_shape=True)
 
     def record_stream(self, stream: Stream | int) -> None:
         """Work on ``stream`` uses the memory: a later free or reuse waits for what it has been asked until then."""
@@ -145,9 +158,12 @@ class Buffer:
             self.used_on = (*self.used_on, handle)
 
     def note_stream_use(self, stream: Stream) -> None:
-        """A copy on our own stream touches it: host memory must outlive that, device memory does by stream order."""
-        if (self._source.on_host or self.kind is MemoryKind.MANAGED) and stream.bare_handle not in self.used_on:
-            self.used_on = (*self.used_on, stream.bare_handle)
+        """A copy on ``stream`` touches it: the memory must outlive that, as it does by itself where the free is work of
+        that same stream."""
+        handle = stream.bare_handle
+        is_in_order = self._source.in_order and handle == self._source.handle
+        if not is_in_order and handle not in self.used_on:
+            self.used_on = (*self.used_on, handle)
 
     def close(self) -> None:
         """Give the memory back. Closing again does nothing.
@@ -159,7 +175,6 @@ class Buffer:
             if self._exports is not None:
                 self._exports.require_none(self)
             self._source.give(self)
-            self.base = 0
             if self.used_on:
                 self.used_on = ()
         self.size_bytes = self.capacity_bytes = 0
@@ -167,6 +182,12 @@ class Buffer:
             self._shape = None
 
     release = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close_orphan(self) -> bool:
         """Close without raising; whether that worked. A failed free is logged and the memory stays booked."""
@@ -206,10 +227,9 @@ class Buffer:
         if self.base and not sys.is_finalizing():
             self._source.orphans.append(self)
 
-    def _resize(self, wanted: int | Sequence[int], shape: tuple[int, ...] | None) -> None:
-        size_bytes, _ = num_bytes_of(wanted, self.dtype)
+    def _resize(self, wanted: int | Sequence[int], *, keeps_shape: bool) -> None:
+        size_bytes, sizes = num_bytes_of(wanted, self.dtype)
         if size_bytes > self.capacity_bytes:
             self.close()
             self._source.fill(self, size_bytes)
-            self.capacity_bytes = size_bytes
-        self.size_bytes, self._shape = size_bytes, shape
+        self.size_bytes, self._shape = size_bytes, sizes if keeps_shape else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +12,7 @@ from tonnage.buffers.graph_ranges import GraphRanges
 from tonnage.device.driver import Driver
 
 if TYPE_CHECKING:
+    from tonnage.buffers.buffer import Buffer
     from tonnage.buffers.pinned_pool import PinnedPool
     from tonnage.buffers.pool import DevicePool
     from tonnage.buffers.pressure import Pressure
@@ -48,6 +50,7 @@ class Device:
         self._lock = threading.RLock()
         self.graphs = GraphRanges()
         self.fences = Fences(driver, self.graphs)
+        self.orphans: deque[Buffer] = deque()  # dropped and never closed: whoever asks for memory next closes them
 
     def __repr__(self) -> str:
         return f"<Device {self.driver.uuid}>"

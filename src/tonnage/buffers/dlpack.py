@@ -106,18 +106,19 @@ def capsule(memory: Memory, *, shape: tuple[int, ...], dtype: str = "uint8", ver
 
 def _lent(numbers: Any, *, versioned: bool) -> tuple[object, _Managed | _Versioned]:
     """A capsule over ``numbers`` that some library made, and the structure in it: what it points to lives as long."""
+    array: Any
     try:
         import numpy
     except ImportError:  # then the consumer is torch
         import torch
 
-        made: object = torch.utils.dlpack.to_dlpack(torch.frombuffer(numbers, dtype=torch.int64))
+        array = torch.frombuffer(numbers, dtype=torch.int64)
     else:
         array = numpy.frombuffer(numbers, dtype="int64")
-        try:
-            made = array.__dlpack__(max_version=(1, 0)) if versioned else array.__dlpack__()
-        except TypeError:  # numpy before 2.1 neither makes nor asks for versions
-            made = array.__dlpack__()
+    try:
+        made: object = array.__dlpack__(max_version=(1, 0)) if versioned else array.__dlpack__()
+    except TypeError:  # numpy before 2.1 neither makes nor asks for versions
+        made = array.__dlpack__()
     name = next(name for name in _NAMES if _is_named(made, name))
     return made, _NAMES[name].from_address(_pointer_of(made, name))
 

@@ -7,14 +7,14 @@ use the memory is in ``buffer.used_on``: handles of streams, the manager's own l
 from __future__ import annotations
 
 import mmap
-from collections import deque
 from ctypes import addressof, c_char
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from tonnage.buffers.buffer import Buffer
-from tonnage.buffers.ladder import climb
+from tonnage.buffers.ladder import climb, require_possible
 from tonnage.buffers.stream import Stream
-from tonnage.errors import BufferOOM, DriverOOM, DriverUnsupported, NotMaterialized
+from tonnage.buffers.uninterrupted import uninterrupted
+from tonnage.errors import BufferOOM, DriverError, DriverOOM, DriverUnsupported, NotMaterialized
 from tonnage.ledger import Ledger
 from tonnage.terms import MemoryKind
 
@@ -32,11 +32,13 @@ class Source:
     __slots__ = ("driver", "handle", "kind", "ledger", "orphans", "stream")
     path: ClassVar[str] = "synchronous"
     on_host: ClassVar[bool] = False
+    #: Whether a free comes by itself after all that our stream was asked; else the host waits for that.
+    in_order: ClassVar[bool] = False
     #: What the buffers are that have their memory from here.
     makes: ClassVar[type[Buffer]] = Buffer
 
-    def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer]) -> None:
-        self.kind, self.stream, self.ledger, self.orphans = kind, stream, ledger, orphans
+    def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger) -> None:
+        self.kind, self.stream, self.ledger, self.orphans = kind, stream, ledger, stream.device.orphans
         self.driver, self.handle = stream.driver, stream.bare_handle
 
     def fill(self, buffer: Buffer, size_bytes: int) -> None:
@@ -44,13 +46,15 @@ class Source:
 
         Raises ``BufferOOM``, ``CaptureError``, ``DriverUnsupported``, ``LedgerError``; the buffer is empty then.
         """
+        require_possible(self, size_bytes, owner=buffer.account.owner)
         try:
             self.obtain(buffer, size_bytes)
         except (DriverOOM, BufferOOM) as error:
             climb(self, buffer, size_bytes, error)
 
+    @uninterrupted
     def obtain(self, buffer: Buffer, size_bytes: int) -> None:
-        """One attempt: memory and its booking, or neither."""
+        """One attempt: memory, its booking and its sizes in the buffer, or nothing."""
         self.require_no_capture("asked for")
         block = address, held, physical_bytes = self.take(size_bytes)
         try:
@@ -59,10 +63,11 @@ class Source:
             self.drop(*block[:2])
             raise
         buffer.base, buffer.held, buffer.physical_bytes = address, held, physical_bytes
+        buffer.size_bytes = buffer.capacity_bytes = size_bytes
 
     def give(self, buffer: Buffer) -> None:
-        """Free, and take it off the books. Raises ``DriverError`` or ``CaptureError`` with nothing done, so that it can
-        be repeated."""
+        """Free, take it off the books, and take its address from the buffer. Raises ``DriverError`` or ``CaptureError``
+        with nothing done, so that it can be repeated."""
         self.require_no_capture("freed")
         mark = self.last_use(buffer)
         if mark is not None:
@@ -70,8 +75,28 @@ class Source:
                 mark.wait()
             finally:
                 mark.close()
-        self.drop(buffer.base, buffer.held)
-        self.unbook(buffer)
+        with uninterrupted:
+            try:
+                self.drop(buffer.base, buffer.held)
+            except DriverError:
+                raise
+            except BaseException:
+                self.settle(buffer)
+                raise
+            self.unbook(buffer)
+            buffer.base = 0
+
+    def settle(self, buffer: Buffer) -> None:
+        """A free was cut short, by Ctrl-C say, and may be done or not: free once more, before anybody can be given the
+        address. Where the driver knows no such allocation, it was done."""
+        with uninterrupted:
+            try:
+                self.drop(buffer.base, getattr(buffer, "held", None))
+            except DriverError as error:
+                if "no allocation at" not in error.detail:
+                    return  # as before: it can be closed again
+            self.unbook(buffer)
+            buffer.base = buffer.size_bytes = buffer.capacity_bytes = 0
 
     def unbook(self, buffer: Buffer) -> None:
         buffer.account.sub(buffer.capacity_bytes, buffer.physical_bytes, stream=self.handle)
@@ -102,23 +127,26 @@ class Virtual(Source):
 
     __slots__ = ("config",)
     path = "virtual"
+    in_order = True
 
-    def __init__(
-        self, kind: MemoryKind, stream: Stream, ledger: Ledger, orphans: deque[Buffer], *, config: ScopeConfig
-    ) -> None:
-        super().__init__(kind, stream, ledger, orphans)
+    def __init__(self, kind: MemoryKind, stream: Stream, ledger: Ledger, *, config: ScopeConfig) -> None:
+        super().__init__(kind, stream, ledger)
         self.config = config
 
+    @uninterrupted
     def obtain(self, buffer: Buffer, size_bytes: int) -> None:
         account = buffer.account
         held = self.stream.device.virtual.allocate(
             size_bytes, config=self.config, account=account, owner=account.owner, stream=self.stream
         )
         buffer.base, buffer.held, buffer.physical_bytes = held.address, held, held.padded_bytes
+        buffer.size_bytes = buffer.capacity_bytes = size_bytes
 
+    @uninterrupted
     def give(self, buffer: Buffer) -> None:
         # Page tables know no streams: the range is unmapped once all registered streams are past this point.
         buffer.held.free()
+        buffer.base = 0
 
     def require_usable(self, buffer: Buffer) -> None:
         state = buffer.held.state
@@ -187,15 +215,17 @@ class PinnedPooled(Source):
         address = pool.alloc(size_bytes)
         return address, None, pool.block_bytes(address)
 
+    @uninterrupted
     def give(self, buffer: Buffer) -> None:
         self.stream.device.pinned.free(buffer.base, after=self.last_use(buffer))
         self.unbook(buffer)
+        buffer.base = 0
 
     def drop(self, address: int, held: Any) -> None:  # noqa: ARG002
         self.stream.device.pinned.free(address)
 
 
-#: The sources that need nothing but kind, stream, ledger and orphans.
+#: The sources that need nothing but kind, stream and ledger.
 PLAIN: dict[MemoryKind, type[Source]] = {
     MemoryKind.GPU_SYNC: Source,
     MemoryKind.CPU: Pageable,

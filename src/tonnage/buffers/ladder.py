@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tonnage.device.machine import host_memory
-from tonnage.errors import BufferOOM, DriverOOM
+from tonnage.errors import BufferOOM, CaptureError, DriverOOM
 from tonnage.terms import MemoryKind
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tonnage.ledger import Ledger
 
 NUM_TOP_OWNERS = 5
+#: Bytes that no address space has; asked for so many, calls of the system or a driver fail in ways of their own.
+TOO_MANY = 2**57
 _ON_HOST = frozenset((MemoryKind.CPU, MemoryKind.PINNED, MemoryKind.PINNED_POOL))
 
 
@@ -29,6 +31,13 @@ def climb(source: Source, buffer: Buffer, size_bytes: int, error: DriverOOM | Bu
     except (DriverOOM, BufferOOM) as last:
         told.append(f"the retry failed: {last}")
         raise refusal(source, size_bytes, owner=buffer.account.owner, told=told) from last
+
+
+def require_possible(source: Source, size_bytes: int, *, owner: str) -> None:
+    """Raise ``BufferOOM`` for more than anything could have, without a look at what there is."""
+    if size_bytes >= TOO_MANY:
+        told = [f"nothing was tried: no address space has {TOO_MANY:,} bytes"]
+        raise refusal(source, size_bytes, owner=owner, told=told)
 
 
 def refusal(source: Source, size_bytes: int, *, owner: str, told: list[str]) -> BufferOOM:
@@ -55,23 +64,33 @@ def top_owners(ledger: Ledger, *, on_host: bool) -> tuple[tuple[str, int], ...]:
     return tuple(held.most_common(NUM_TOP_OWNERS))
 
 
-def sweep(source: Source) -> int:
-    """Close buffers that nobody closed; returns how many. What fails is logged by them and tried again next time."""
-    num_closed = 0
-    for _ in range(len(source.orphans)):
+def sweep(device: Device) -> int:
+    """Close buffers that nobody closed; returns how many. What fails is logged by them and tried again next time.
+
+    During a capture they wait until it is over: no free must become part of it.
+    """
+    num_closed, orphans = 0, device.orphans
+    if orphans:
         try:
-            buffer = source.orphans.popleft()
+            device.fences.require_no_capture("forgotten buffers are closed")
+        except CaptureError:
+            return 0
+    for _ in range(len(orphans)):
+        try:
+            buffer = orphans.popleft()
         except IndexError:  # another thread was faster
             break
         if buffer.close_orphan():
             num_closed += 1
         else:
-            source.orphans.append(buffer)  # its finaliser has run and runs no second time
+            orphans.append(buffer)  # its finaliser has run and runs no second time
     return num_closed
 
 
 def relieve(device: Device, size_bytes: int) -> Iterator[str]:
     """What may bring ``size_bytes`` of device memory back whoever wants them, one rung a step."""
+    if device.orphans:
+        yield f"{sweep(device)} forgotten buffers closed"
     yield f"our pool gave {device.pool.trim(0):,} bytes"
     yield f"{device.fences.reap()} waiting frees done"
     relief = device.pressure.relieve(size_bytes)
@@ -79,7 +98,7 @@ def relieve(device: Device, size_bytes: int) -> Iterator[str]:
 
 
 def _device_rungs(source: Source, size_bytes: int) -> Iterator[str]:
-    yield f"{sweep(source)} forgotten buffers closed"
+    yield f"{sweep(source.stream.device)} forgotten buffers closed"
     source.stream.sync()
     yield f"stream {source.handle:#x} synchronised"
     yield from relieve(source.stream.device, size_bytes)
@@ -87,7 +106,7 @@ def _device_rungs(source: Source, size_bytes: int) -> Iterator[str]:
 
 def _host_rungs(source: Source) -> Iterator[str]:
     pinned = source.stream.device.pinned
-    yield f"{sweep(source)} forgotten buffers closed"
+    yield f"{sweep(source.stream.device)} forgotten buffers closed"
     source.stream.sync()
     yield f"stream {source.handle:#x} synchronised"
     yield f"the pinned pool gave {pinned.trim():,} bytes"

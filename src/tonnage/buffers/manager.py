@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 from tonnage.buffers.buffer import Buffer, num_bytes_of
 from tonnage.buffers.copying import Copying
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tonnage.buffers.pinned_pool import PinnedStats
 
 Shape: TypeAlias = int | Sequence[int]
+
+T = TypeVar("T", bound=StrEnum)
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +64,9 @@ class BufferManager(Copying):
     Sizes are elements of ``dtype`` (bytes by default) or a shape; contents are undefined. An allocation is all or
     nothing, in memory and in the ledger. It raises ``BufferOOM`` when nothing on the ladder helped, ``CaptureError``
     while a stream is captured, ``DriverUnsupported`` where the device cannot, and ``LedgerError`` after a strict seal.
-    Any thread may call it, but a buffer belongs to one. Memory of ``gpu`` is there for work that follows on the
-    stream; other streams wait for an event first, and are recorded with ``Buffer.record_stream``.
+    ``with`` it to have it closed. Any thread may call it, but a buffer belongs to one. Memory of ``gpu`` is there for
+    work that follows on the stream; other streams wait for an event first, and are recorded with
+    ``Buffer.record_stream``.
     """
 
     def __init__(self, stream: Stream, *, ledger: Ledger, owner: str, trim_on_close: bool = False) -> None:
@@ -71,11 +74,11 @@ class BufferManager(Copying):
         self._ledger = ledger
         self._accounts: dict[tuple[MemoryKind, LineKind, str], Account] = {}
         self._quick: dict[object, Account] = {}  # line, or line and tag -> the account of pooled memory
-        self._orphans: deque[Buffer] = deque()
+        self._orphans = stream.device.orphans
         self._pool = stream.device.pool
         self._closed = self._told = False
         self._plain: dict[MemoryKind, Source] = {kind: self._source(make, kind) for kind, make in PLAIN.items()}
-        self._pooled = Pooled(MemoryKind.GPU, stream, ledger, self._orphans)
+        self._pooled = Pooled(MemoryKind.GPU, stream, ledger)
         self._unpooled = self._source(Source, MemoryKind.GPU)
 
     def __repr__(self) -> str:
@@ -150,16 +153,19 @@ class BufferManager(Copying):
         tag: str = "",
         graph_memory: bool = False,
     ) -> Buffer:
-        """A new buffer of any kind but ``ipc_nvls``, which needs a group (``DriverUnsupported``)."""
+        """A new buffer of any kind but ``ipc_nvls``, which needs a group (``DriverUnsupported``).
+
+        ``kind`` and ``line`` may be the names; ``ValueError`` where there is none such.
+        """
         if self._closed:
             raise ValueError(f"{self!r} is closed")
         if self._orphans:
-            sweep(self._pooled)
+            sweep(self.stream.device)
         size_bytes, sizes = num_bytes_of(shape, dtype)
+        kind = _one_of(MemoryKind, kind, "kind")
         account = self._accounts.get((kind, line, tag))
         if account is None:
-            account = self._ledger.open(owner=self.owner, line=line, memory=kind, tag=tag)
-            self._accounts[kind, line, tag] = account
+            account = self._open(kind, _one_of(LineKind, line, "line"), tag)
         source = self._choose(kind, graph_memory=graph_memory)
         buffer = source.makes.made(source, account, size_bytes, dtype, sizes)
         if source is self._pooled and size_bytes:
@@ -180,7 +186,7 @@ class BufferManager(Copying):
         """Never waits; with ``sync`` after all work on the stream, so that frees on it are seen."""
         if sync:
             self.stream.sync()
-        sweep(self._pooled)
+        sweep(self.stream.device)
         pool = self._pool.stats()
         live: dict[MemoryKind, int] = {}
         for account in list(self._accounts.values()):
@@ -206,7 +212,7 @@ class BufferManager(Copying):
         if sync:
             for handle in device.fences.streams:
                 device.driver.stream_sync(handle)
-        sweep(self._pooled)
+        sweep(self.stream.device)
         device.fences.reap()
         return self._pool.trim(num_bytes) + (device.pinned.trim(num_bytes) if self._has_pinned() else 0)
 
@@ -217,7 +223,7 @@ class BufferManager(Copying):
         """
         if self._closed:
             return
-        sweep(self._pooled)
+        sweep(self.stream.device)
         if self.trim_on_close:
             self.stream.sync()
             self.trim_to(0)
@@ -225,13 +231,26 @@ class BufferManager(Copying):
         self._accounts.clear()
         self._quick.clear()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open(self, kind: MemoryKind, line: LineKind, tag: str) -> Account:
+        if not isinstance(tag, str):
+            raise ValueError(f"tag={tag!r}: a tag is a string")
+        account = self._ledger.open(owner=self.owner, line=line, memory=kind, tag=tag)
+        self._accounts[kind, line, tag] = account
+        return account
+
     def _choose(self, kind: MemoryKind, *, graph_memory: bool) -> Source:
         """On every allocation anew: the scope, then the pool, then plain memory."""
         if graph_memory and kind is MemoryKind.GPU and self.stream.driver.stream_capturing(self.stream.bare_handle):
             return self._in_graph()
         config = current() if kind in (MemoryKind.GPU, MemoryKind.GPU_SYNC) else None
         if config is not None and self._has_virtual(config.tag):
-            return Virtual(kind, self.stream, self._ledger, self._orphans, config=config)
+            return Virtual(kind, self.stream, self._ledger, config=config)
         if kind is MemoryKind.GPU:
             return self._unpooled if self._pool.ensure() is None else self._pooled
         if kind not in self._plain:
@@ -248,6 +267,8 @@ class BufferManager(Copying):
         return capabilities.vmm
 
     def _in_graph(self) -> Source:
+        if not self.stream.bare_handle:
+            raise CaptureError("stream 0 waits for a stream that is being captured: ask for graph memory on that one")
         if self._pool.handle is None:
             raise CaptureError(
                 f"{self.stream!r} is being captured and {self._pool!r} cannot be made now: allocate a buffer before"
@@ -255,7 +276,17 @@ class BufferManager(Copying):
         return self._source(InGraph, MemoryKind.GPU)
 
     def _source(self, make: type[Source], kind: MemoryKind) -> Source:
-        return make(kind, self.stream, self._ledger, self._orphans)
+        return make(kind, self.stream, self._ledger)
 
     def _has_pinned(self) -> bool:
         return "pinned" in vars(self.stream.device)
+
+
+def _one_of(names: type[T], given: Any, what: str) -> T:
+    """``given`` where it is one of ``names``, or the one of that name. Raises ``ValueError``, which tells them all."""
+    if type(given) is names:
+        return given
+    try:
+        return names(given)
+    except ValueError:
+        raise ValueError(f"no {what} {given!r}: one of {', '.join(names)}") from None

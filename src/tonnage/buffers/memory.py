@@ -16,7 +16,8 @@ class Until(weakref.ref[Any]):
     """A weak reference that is a key even where what it refers to could not be one."""
 
     __slots__ = ()
-    __hash__, __eq__ = object.__hash__, object.__eq__  # type: ignore[assignment] - in C, for any moment
+    # Those of C, because a key may be looked for in the middle of anything.
+    __hash__, __eq__ = object.__hash__, object.__eq__
 
 
 class Exports:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import stat
 import struct
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,13 +25,17 @@ from pathlib import Path
 from tonnage.buffers.arena import VaArena
 from tonnage.buffers.give_back import GivenBack, give_back
 from tonnage.buffers.uninterrupted import uninterrupted
-from tonnage.errors import InvalidSetting
+from tonnage.errors import ForkedProcess, InvalidSetting, ResourceError
 
 _log = logging.getLogger(__name__)
 
 #: Set this to keep the sockets elsewhere; both sides must agree.
 DIRECTORY_VARIABLE = "TONNAGE_RUNTIME_DIR"
-_MOST_LINE_BYTES = 4096
+_MOST_LINE_BYTES, _MOST_ANSWER_BYTES = 4096, 16_384
+#: What the system allows, without the zero at the end.
+_MOST_PATH_BYTES = 107
+#: What a line that is not what it should be raises: infinities overflow, brackets nest too deep.
+_NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -70,27 +76,35 @@ class Lender:
     """Hears requests for memory of one device on behalf of this process.
 
     ``serve`` never waits: call it where memory may be given, between steps. Requests are answered in the order they
-    came. Only processes of the same user are heard. Raises ``InvalidSetting`` for a runtime directory that is not this
-    user's own.
+    came. Only processes of the same user are heard. One for each device and process: it may serve several arenas.
+    Raises ``InvalidSetting`` for a directory that cannot hold the socket or is not this user's own, ``ResourceError``
+    where the process has a lender of the device already. A forked child has none (``ForkedProcess``).
     """
 
     def __init__(self, device_uuid: str, *, directory: Path | None = None) -> None:
-        self._path = (directory or runtime_directory()) / f"{_name(device_uuid)}.{os.getpid()}.sock"
+        self._path = _require_short((directory or runtime_directory()) / f"{_name(device_uuid)}.{os.getpid()}.sock")
         self._process = os.getpid()
+        other = _lenders.get(self._key)
+        if other is not None:
+            raise ResourceError(f"{other!r} hears requests for this device already: serve all arenas through it")
         self._callers: list[_Caller] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         # Under its name only once it listens: before, it would look like one that a dead process left.
         unready = self._path.with_suffix(".new")
-        unready.unlink(missing_ok=True)
         try:
+            unready.unlink(missing_ok=True)
             self._socket.bind(str(unready))
             self._socket.listen()
             unready.rename(self._path)
-        except BaseException:
+        except BaseException as error:
             self._socket.close()
-            unready.unlink(missing_ok=True)
+            with suppress(OSError):
+                unready.unlink()
+            if isinstance(error, OSError):
+                raise _unusable(self._path.parent, f"cannot hold a socket: {error.strerror}") from error
             raise
+        _lenders[self._key] = self
 
     def __repr__(self) -> str:
         return f"<Lender {self._path}>"
@@ -100,14 +114,18 @@ class Lender:
         return self._socket.fileno()
 
     def pending(self) -> tuple[Request, ...]:
-        """Requests that are complete, alive and in time, oldest first."""
+        """Requests that are complete, alive and in time, oldest first. Raises ``ValueError`` once it is closed."""
+        self._require_open()
         self._listen()
         for caller in tuple(self._callers):
             self._hear(caller)
         return tuple(caller.request for caller in self._callers if caller.request is not None)
 
     def serve(self, arena: VaArena, vacate: Callable[[int], int]) -> list[GivenBack]:
-        """Answer all pending requests out of the tail of ``arena``; see ``give_back`` for ``vacate``."""
+        """Answer all pending requests out of the tail of ``arena``; see ``give_back`` for ``vacate``.
+
+        Raises what ``vacate`` raises, after telling who asked, and ``ValueError`` once it is closed.
+        """
         done = []
         self.pending()
         for caller in tuple(self._callers):
@@ -129,11 +147,27 @@ class Lender:
 
     def close(self) -> None:
         """Hear nobody any more; those who wait learn that they get nothing. Closing again does nothing."""
+        if self._socket.fileno() < 0:
+            return
         for caller in tuple(self._callers):
             self._drop(caller)
         self._socket.close()
         if os.getpid() == self._process:  # a child that inherited it must not take the parent's name away
+            _lenders.pop(self._key, None)
             self._path.unlink(missing_ok=True)
+
+    @property
+    def _key(self) -> str:
+        return os.path.realpath(self._path)
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._process:
+            raise ForkedProcess(
+                f"{self!r} was made in process {self._process} and cannot be used in its child {os.getpid()}: the "
+                "memory that it lends is the parent's"
+            )
+        if self._socket.fileno() < 0:
+            raise ValueError(f"{self!r} is closed: it hears nobody any more")
 
     def _listen(self) -> None:
         while True:
@@ -153,7 +187,7 @@ class Lender:
         """Read what has come; forget who is gone, too late or not to be understood."""
         if not self._is_alive(caller) or caller.request is not None:
             return
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # nothing there yet, or gone meanwhile
             caller.line += caller.socket.recv(_MOST_LINE_BYTES)
         if b"\n" in caller.line:
             caller.request = _understood(caller)
@@ -189,16 +223,26 @@ class Lender:
         self._callers.remove(caller)
 
 
+#: By the path of its socket, those of this process that are open.
+_lenders: weakref.WeakValueDictionary[str, Lender] = weakref.WeakValueDictionary()
+
+
 def ask(device_uuid: str, num_bytes: int, *, deadline_s: float, directory: Path | None = None) -> tuple[Answer, ...]:
     """Ask the other processes on the device, one after the other, until ``num_bytes`` were given or the time is over.
 
-    Returns one answer for each that was asked, with what it gave and why not more; none, where nobody lends.
+    Returns one answer for each that was asked, with what it gave and why not more; none, where nobody lends. Raises
+    ``ValueError`` for a time without end, ``InvalidSetting`` as ``runtime_directory`` does.
     """
+    if not math.isfinite(deadline_s):
+        raise ValueError(f"a deadline of {deadline_s} s: others must know when nobody waits any more")
     until = time.monotonic() + deadline_s
     answers: list[Answer] = []
     wanted = num_bytes
     for path in sorted((directory or runtime_directory()).glob(f"{_name(device_uuid)}.*.sock")):
-        pid = int(path.suffixes[-2].removeprefix("."))
+        number = path.suffixes[-2].removeprefix(".")
+        if not (number.isascii() and number.isdigit()):  # not one of ours
+            continue
+        pid = int(number)
         if wanted <= 0 or pid == os.getpid():
             continue
         answer = _ask_one(path, pid, wanted, until)
@@ -211,7 +255,8 @@ def ask(device_uuid: str, num_bytes: int, *, deadline_s: float, directory: Path 
 def runtime_directory() -> Path:
     """Where the sockets are: ``TONNAGE_RUNTIME_DIR``, else the user's runtime directory, else one of ours in /tmp.
 
-    Made where it is missing. Raises ``InvalidSetting`` where it is not this user's alone: others could pose as lenders.
+    Made where it is missing. Raises ``InvalidSetting`` where it cannot be made or used, and where it is not this user's
+    alone: others could pose as lenders.
     """
     given, users = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("XDG_RUNTIME_DIR")
     if given:
@@ -220,16 +265,30 @@ def runtime_directory() -> Path:
         found = Path(users) / "tonnage"
     else:
         found = Path(tempfile.gettempdir()) / f"tonnage-{os.getuid()}"
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = found.stat()
+    try:
+        found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = found.stat()
+    except OSError as error:
+        raise _unusable(found, f"cannot be made or used: {error.strerror}") from error
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise InvalidSetting(
-            DIRECTORY_VARIABLE,
-            str(found),
-            "belongs to another user, or others may write to it",
-            remedy=f"set {DIRECTORY_VARIABLE} to a directory of your own with mode 0700",
-        )
+        raise _unusable(found, "belongs to another user, or others may write to it")
     return found
+
+
+def _require_short(path: Path) -> Path:
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > _MOST_PATH_BYTES:
+        raise _unusable(path.parent, f"is too long: the name of a socket has {_MOST_PATH_BYTES} bytes, not {num_bytes}")
+    return path
+
+
+def _unusable(directory: Path, what: str) -> InvalidSetting:
+    return InvalidSetting(
+        DIRECTORY_VARIABLE,
+        str(directory),
+        what,
+        remedy=f"set {DIRECTORY_VARIABLE} to a short path of a directory of your own with mode 0700",
+    )
 
 
 def _ask_one(path: Path, pid: int, num_bytes: int, until: float) -> Answer | None:
@@ -256,8 +315,8 @@ def _ask_one(path: Path, pid: int, num_bytes: int, until: float) -> Answer | Non
             return nothing(f"it went away: {error.strerror}")
     try:
         said = json.loads(line)
-        given, reason = int(said["given_bytes"]), str(said["reason"])
-    except (ValueError, TypeError, KeyError):
+        given, reason = min(max(0, int(said["given_bytes"])), num_bytes), str(said["reason"])
+    except _NONSENSE:
         return nothing("it went away without an answer")
     return Answer(pid=pid, asked_bytes=num_bytes, given_bytes=given, reason=reason)
 
@@ -266,15 +325,15 @@ def _understood(caller: _Caller) -> Request | None:
     try:
         said = json.loads(caller.line)
         request = Request(pid=caller.pid, num_bytes=int(said["num_bytes"]), deadline=float(said["deadline"]))
-    except (ValueError, TypeError, KeyError) as error:
+    except _NONSENSE as error:
         _log.warning("a request of process %d was not understood: %r", caller.pid, error)
         return None
-    return request if request.num_bytes > 0 else None
+    return request if request.num_bytes > 0 and math.isfinite(request.deadline) else None
 
 
 def _read_line(connection: socket.socket, until: float) -> bytes:
     line = b""
-    while not line.endswith(b"\n"):
+    while not line.endswith(b"\n") and len(line) < _MOST_ANSWER_BYTES:
         left_s = until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError

@@ -30,6 +30,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 def mmap(addr: int, size: int, *, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
     """The address of a new mapping; ``addr`` counts only with MAP_FIXED."""
+    if not 0 < size < 2**63:  # ctypes would take the lowest 64 bits of it
+        raise OSError(errno.ENOMEM, f"{size:,} bytes are more than there can be addresses")
     got: int | None = _libc.mmap(addr or None, size, prot, flags, fd, offset)
     if got is None or got == _FAILED:
         raise _error()

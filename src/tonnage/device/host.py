@@ -15,7 +15,7 @@ from typing import NoReturn
 from tonnage.device import _libc
 from tonnage.device.driver import Capabilities, PoolStats
 from tonnage.device.fabric import HostFabric
-from tonnage.device.hostpages import HostPages, translated
+from tonnage.device.hostpages import HostPages, refuse_forked, translated
 from tonnage.device.hostpool import HostPool
 from tonnage.device.process import process_memory
 from tonnage.device.ranges import RangeBook
@@ -48,7 +48,8 @@ class HostDriver(HostPages, EagerStreams):
     limit even unmapping fails. ``foreign_bytes`` may be set to play another process on the device, and ``foreign``
     is its script. ``host_capacity_bytes`` bounds pinned host memory. Capabilities named in ``without`` are absent:
     their calls raise ``DriverUnsupported``. Devices of one ``fabric`` import each other's memory and have multicast.
-    Addresses die with ``close``: whoever made tensors over them has dropped them before.
+    Addresses die with ``close``: whoever made tensors over them has dropped them before. In a process forked from this
+    one every call raises ``DeviceLost``, because both would have the same pages.
     """
 
     def __init__(
@@ -131,11 +132,16 @@ class HostDriver(HostPages, EagerStreams):
         return None if own is None else own - self._baseline_bytes
 
     def close(self) -> tuple[str, ...]:
-        """Give everything back; returns what was still alive, one sentence each. Closing again does nothing."""
+        """Give everything back; returns what was still alive, one sentence each. Closing again does nothing.
+
+        A child that was forked closes nothing: all of it is its parent's.
+        """
+        if self._forked:
+            return self._leaks()
         with self._lock:
             if self._closed:
                 return ()
-            leaks = self.leaks()
+            leaks = self._leaks()
             self._closed = True
             for one in self._host:
                 _libc.munmap(one.start, one.size)
@@ -144,15 +150,26 @@ class HostDriver(HostPages, EagerStreams):
 
     def leaks(self) -> tuple[str, ...]:
         """What is alive now, one sentence each: allocations, host memory, handles, reservations."""
+        if self._forked:  # the lock may be held by a thread that the fork left behind
+            return self._leaks()
         with self._lock:
-            pools = [("plain", self._plain), *((f"pool {number}", pool) for number, pool in self._pools.items())]
-            allocations = [
-                f"allocation {addr:#x}: {size:,} bytes, {name}"
-                for name, pool in pools
-                for addr, (_, size) in pool.live.items()
-            ]
-            host = [f"host memory {one.start:#x}: {one.size:,} bytes" for one in self._host]
-            return (*allocations, *host, *self._leaked_pages())
+            return self._leaks()
+
+    def _leaks(self) -> tuple[str, ...]:
+        pools = [("plain", self._plain), *((f"pool {number}", pool) for number, pool in self._pools.items())]
+        allocations = [
+            f"allocation {addr:#x}: {size:,} bytes, {name}"
+            for name, pool in pools
+            for addr, (_, size) in pool.live.items()
+        ]
+        host = [f"host memory {one.start:#x}: {one.size:,} bytes" for one in self._host]
+        return (*allocations, *host, *self._leaked_pages())
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        for call in vars(EagerStreams):  # they ask nobody
+            if not call.startswith("_"):
+                setattr(self, call, partial(refuse_forked, call))
 
     # pools and plain allocations
 

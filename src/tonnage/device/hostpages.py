@@ -14,19 +14,23 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tonnage.device import _libc
 from tonnage.device.fabric import HostFabric, Multicast, Physical
 from tonnage.device.hostforeign import ForeignScript
 from tonnage.device.ranges import Range, RangeBook
-from tonnage.errors import DriverError, DriverOOM, DriverUnsupported
+from tonnage.errors import DeviceLost, DriverError, DriverOOM, DriverUnsupported
 from tonnage.units import round_up
 
 _MAX_MAP_COUNT = 65_530  # the kernel's default, where it cannot be read
+
+_alive: weakref.WeakSet[HostPages] = weakref.WeakSet()
 
 
 @dataclass(slots=True)
@@ -65,7 +69,7 @@ class HostPages:
         self.ordinal, self.foreign = ordinal, ForeignScript(self)
         self._fabric, self._lock = fabric, fabric.lock
         self._exportable = True
-        self._closed = False
+        self._closed = self._forked = False
         self._depth = 0  # calls inside calls are not scripted
         self._handles: dict[int, _Handle] = {}
         self._reserved: RangeBook[None] = RangeBook()
@@ -73,6 +77,7 @@ class HostPages:
         self._used_bytes = self._num_multicasts = 0
         self._next_handle = page_bytes  # not 0, which would read as "no handle"
         self._fd = os.memfd_create(f"tonnage-host-{ordinal}", os.MFD_CLOEXEC)
+        _alive.add(self)
 
     @property
     def used_bytes(self) -> int:
@@ -226,7 +231,9 @@ class HostPages:
 
     @contextmanager
     def _entered(self, call: str) -> Iterator[None]:
-        """One call at a time, and none after ``close``."""
+        """One call at a time, and none after ``close`` or in a child, where the lock may be a dead thread's."""
+        if self._forked:
+            raise _lost_by_fork(call)
         with self._lock:
             if self._closed:
                 raise DriverError(call, "DEINITIALIZED", "the device is closed")
@@ -237,6 +244,10 @@ class HostPages:
                 yield
             finally:
                 self._depth -= 1
+
+    def _after_fork(self) -> None:
+        """We are a child, and the pages are the parent's still: what one of us gives back is gone for both."""
+        self._forked = True
 
     def _close_pages(self) -> None:
         for one in self._reserved:
@@ -331,10 +342,31 @@ def translated(call: str) -> Iterator[None]:
     """The system's errors as the driver's."""
     try:
         yield
+    except OverflowError as error:  # Python's, before the system was asked
+        raise DriverOOM(call, "OUT_OF_MEMORY", f"no system has as much: {error}") from error
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, str(error.errno))
         kind = DriverOOM if error.errno in (errno.ENOMEM, errno.ENOSPC) else DriverError
         raise kind(call, code, f"the system says: {error.strerror}") from error
+
+
+def _lost_by_fork(call: str) -> DeviceLost:
+    return DeviceLost(
+        call, "FORKED", "a device does not pass through a fork: start worker processes with the spawn method"
+    )
+
+
+def refuse_forked(call: str, *_: object, **__: object) -> NoReturn:
+    raise _lost_by_fork(call)
+
+
+def _after_fork() -> None:
+    for device in list(_alive):
+        device._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _default_max_mappings() -> int:

@@ -30,7 +30,9 @@ class Figure:
         self._slot = f"_{name}"
 
     def __get__(self, account: Account, owner: type) -> int:
-        with account._journal:
+        journal = account._journal
+        with journal.lock:
+            journal.count()
             figure: int = getattr(account, self._slot)
             return figure
 
@@ -38,10 +40,10 @@ class Figure:
 class Account:
     """One owner's memory of one kind, line and tag. Made by ``Ledger.open``; safe to use from any thread.
 
-    ``add`` and ``sub`` are checked. They take the lock by hand (``with`` costs a seventh more), and no call stands
-    between reading a figure and writing it back: a finaliser that ran there, on this thread, would find the lock its
-    own, and one of the two changes would be lost. ``take`` and ``give`` are for those who cannot be wrong, and note
-    a change without the lock: they stand in the path of every allocation from a pool.
+    ``add`` and ``sub`` are checked. In them no call stands between reading a figure and writing it back: a finaliser
+    that ran there, on this thread, would find the lock its own, and one of the two changes would be lost. ``take`` and
+    ``give`` are for those who cannot be wrong, and note a change without the lock: they stand in the path of every
+    allocation from a pool.
     """
 
     __slots__ = (
@@ -79,13 +81,15 @@ class Account:
 
     @property
     def num_live(self) -> int:
-        with self._journal:
+        with self._journal.lock:
+            self._journal.count()
             return self._live()
 
     @property
     def num_changes(self) -> int:
         """Events that this account ever made, those that the ring has lost among them."""
-        with self._journal:
+        with self._journal.lock:
+            self._journal.count()
             return self._changes()
 
     def take(self, num_bytes: int, stream: int) -> None:
@@ -108,17 +112,16 @@ class Account:
     def add(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
         """One more live allocation, on ``stream`` if any. ``physical_bytes`` counts the rounding to pages.
 
-        Raises ``LedgerError`` for negative bytes, on an account that is not COUNTED, and after a strict seal when
-        this owner had nothing before; the account is then unchanged, so the caller can give the memory back.
+        Raises ``LedgerError`` for negative bytes and fractions, on an account that is not COUNTED, and after a strict
+        seal when this owner had nothing before; the account is then unchanged, so the caller can give the memory back.
         """
         journal, level = self._journal, self._level
-        journal.acquire()
-        try:
+        with journal.lock:
             if journal.noted:
                 journal.count()
-            if not self._is_ready or requested_bytes < 0 or physical_bytes < 0:
+            if not self._is_ready or _is_wrong(requested_bytes, physical_bytes):
                 self._begin(requested_bytes, physical_bytes, stream)
-            moment = journal.moment
+            moment, at_ns = journal.moment, monotonic_ns()
             self._physical_bytes = held = self._physical_bytes + physical_bytes
             if held > self._high_water_bytes:
                 self._high_water_bytes, self._high_phase = held, moment[0]
@@ -127,32 +130,29 @@ class Account:
             level.bytes = held = level.bytes + requested_bytes
             if held > level.high:
                 level.high = held
-            journal.append((monotonic_ns(), self.number, physical_bytes, stream, moment))
-        finally:
-            journal.release()
+            journal.append((at_ns, self.number, physical_bytes, stream, moment))
 
     def sub(self, requested_bytes: int, physical_bytes: int, *, stream: int | None = None) -> None:
         """One live allocation fewer. Raises ``LedgerError``, changing nothing, for more than the account holds."""
         journal, level = self._journal, self._level
-        journal.acquire()
-        try:
+        with journal.lock:
             if journal.noted:
                 journal.count()
+            is_wrong, at_ns = _is_wrong(requested_bytes, physical_bytes), monotonic_ns()
             held, asked = self._physical_bytes - physical_bytes, self._requested_bytes - requested_bytes
-            if held < 0 or asked < 0 or physical_bytes < 0 or requested_bytes < 0 or self._num_takes <= self._num_frees:
+            if is_wrong or held < 0 or asked < 0 or self._num_takes <= self._num_frees:
                 self._refuse_sub(requested_bytes, physical_bytes)
             self._physical_bytes, self._requested_bytes = held, asked
             self._released_bytes += physical_bytes
             self._num_frees += 1
             level.bytes -= requested_bytes
-            journal.append((monotonic_ns(), self.number, -physical_bytes, stream, journal.moment))
-        finally:
-            journal.release()
+            journal.append((at_ns, self.number, -physical_bytes, stream, journal.moment))
 
     def adjust_requested(self, delta_bytes: int) -> None:
         """More or less of the same physical memory is asked for: an arena grows inside its last page."""
         self._require_counted("adjust_requested")
-        with self._journal:
+        with self._journal.lock:
+            self._journal.count()
             if self._requested_bytes + delta_bytes < 0:
                 raise LedgerError(f"{self!r}: requested bytes would fall below zero by {delta_bytes:,}")
             self._requested_bytes += delta_bytes
@@ -164,7 +164,8 @@ class Account:
             raise LedgerError(f"{self!r} is {self.how}: sampled is not for {How.COUNTED} accounts")
         if num_bytes < 0:
             raise LedgerError(f"{self!r}: sampled {num_bytes:,} bytes")
-        with self._journal:
+        with self._journal.lock:
+            self._journal.count()
             if num_bytes > self._physical_bytes:
                 self._admit(num_bytes - self._physical_bytes, None)
             moment = self._journal.moment
@@ -211,7 +212,7 @@ class Account:
     def _begin(self, requested_bytes: int, physical_bytes: int, stream: int | None) -> None:
         """What ``add`` asks once, and when something is wrong."""
         self._require_counted("add")
-        if requested_bytes < 0 or physical_bytes < 0:
+        if _is_wrong(requested_bytes, physical_bytes):
             raise LedgerError(f"{self!r}: cannot add {requested_bytes:,} requested, {physical_bytes:,} physical bytes")
         self._admit(physical_bytes, stream)
         self._is_ready = True
@@ -230,3 +231,11 @@ class Account:
     def _require_counted(self, call: str) -> None:
         if self.how is not How.COUNTED:
             raise LedgerError(f"{self!r} is {self.how}: {call} is for {How.COUNTED} accounts")
+
+
+def _is_wrong(requested_bytes: int, physical_bytes: int) -> bool:
+    """Below zero, or no integers: fractions of bytes would stay in every sum."""
+    try:
+        return requested_bytes | physical_bytes < 0
+    except TypeError:
+        return True

@@ -31,8 +31,9 @@ Change: TypeAlias = tuple[int, int, int, int | None, Moment]
 class Journal:
     """The changes of one ledger's accounts, the last ``num_events`` of them, and the one lock of that ledger.
 
-    ``with`` it for the lock and with everything counted. It may be taken again by the thread that has it: a finaliser
-    may give memory back at any moment.
+    Whoever reads takes ``lock`` with a ``with`` statement and calls ``count`` first. A method of ours around it, or a
+    call of ``acquire``, would leave a gap: Ctrl-C is raised as a call returns, and the lock would be nobody's for ever.
+    It may be taken again by the thread that has it: a finaliser may give memory back at any moment.
 
     A change may also be noted without the lock: ``noted`` is a list, whose ``append`` is one step for all threads.
     Whoever takes the lock counts what is noted first, in its order. So every figure that is read is exact, and noting
@@ -40,13 +41,12 @@ class Journal:
     """
 
     __slots__ = (
-        "_due", "_is_strict", "_num_counted", "_phases", "_seen", "accounts", "acquire", "append", "changes",
-        "first_uses", "lock", "moment", "noted", "release",
+        "_due", "_is_strict", "_num_counted", "_phases", "_seen", "accounts", "append", "changes", "first_uses", "lock",
+        "moment", "noted",
     )  # fmt: skip
 
     def __init__(self, num_events: int) -> None:
         self.lock = threading.RLock()
-        self.acquire, self.release = self.lock.acquire, self.lock.release
         self.accounts: list[Account] = []  # by their numbers
         self.changes: deque[Change] = deque(maxlen=num_events)
         self.append = self.changes.append
@@ -59,17 +59,6 @@ class Journal:
         self._seen: set[str] = set()  # owners that have held something
         self._is_strict = False
 
-    def __enter__(self) -> None:
-        self.lock.acquire()
-        try:
-            self.count()
-        except BaseException:  # Ctrl-C: what is not counted yet is counted next time
-            self.lock.release()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
-
     @property
     def phase_name(self) -> str:
         return self.moment[0]
@@ -81,8 +70,8 @@ class Journal:
     def catch_up(self) -> None:
         """Count what is noted. Whoever gives memory back looks whether it is time; what is only taken is alive, and so
         bounded anyway."""
-        with self:
-            pass
+        with self.lock:
+            self.count()
 
     def count(self) -> None:
         """Bring the accounts up to what is noted; called with the lock held.
@@ -120,30 +109,35 @@ class Journal:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Changes inside belong to ``name``; nested phases read ``outer/inner``."""
-        with self:
+        with self.lock:
+            self.count()
             path = name if len(self._phases) == 1 else f"{self._phases[-1]}/{name}"
             self._phases.append(path)
             self._now(phase=path)
         try:
             yield
         finally:
-            with self:
+            with self.lock:
+                self.count()
                 self._phases.remove(path)
                 self._now(phase=self._phases[-1])
 
     def step(self, number: int) -> None:
-        with self:
+        with self.lock:
+            self.count()
             self._now(step=number)
 
     def seal(self, *, strict: bool, declared: Iterable[str]) -> None:
-        with self:
+        with self.lock:
+            self.count()
             self.know(*declared)
             self._is_strict = strict
             self._now(sealed=True)
 
     def know(self, *owners: str) -> None:
         """These are not new to us, whatever they hold."""
-        with self:
+        with self.lock:
+            self.count()
             self._seen.update(owners)
 
     def admit(self, owner: str, line: LineKind, tag: str, delta: int, *, stream: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 from tonnage.errors import LedgerError
 from tonnage.ledger.account import Account, Level
@@ -69,7 +69,8 @@ class Ledger:
         Raises ``LedgerError`` when it is open with another ``how``.
         """
         key = (owner, line, memory, tag)
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             account = self._accounts.get(key)
             if account is None:
                 on_device = self.host_is_device or memory not in _HOST_KINDS
@@ -86,9 +87,12 @@ class Ledger:
                 self.journal.know(owner)
             return account
 
-    def at_once(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
         """What is changed inside is one step for whoever reads: bytes that move between accounts are seen once."""
-        return self.journal
+        with self.journal.lock:
+            self.journal.count()
+            yield
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Changes inside belong to ``name``; nested phases read ``outer/inner``."""
@@ -100,7 +104,8 @@ class Ledger:
 
     def expect(self, plan_lines: Mapping[LineKind, int]) -> None:
         """What the plan gives each line, in bytes; replaces what was expected before."""
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             self._planned = dict(plan_lines)
 
     def sample(self, reading: Reading) -> None:
@@ -108,7 +113,8 @@ class Ledger:
 
         A change of what others hold becomes an event of the owner ``OTHERS``, so it can be seen when it happened.
         """
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             self._reading = reading
             remainder = self._remainder()
             if remainder is not None:
@@ -134,19 +140,22 @@ class Ledger:
     @property
     def accounted_bytes(self) -> int:
         """Physical bytes of all accounts on the device together."""
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             return self._accounted()
 
     @property
     def host_bytes(self) -> int:
         """Physical bytes of the accounts in host memory; 0 where the host is the device."""
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             return self._on_host()
 
     @property
     def num_lost_events(self) -> int:
         """Changes that the ring had no room for any more: the oldest ones."""
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             return sum(account._changes() for account in self._numbered) - len(self.journal.changes)
 
     def events(self) -> tuple[LedgerEvent, ...]:
@@ -155,7 +164,8 @@ class Ledger:
 
     def history(self, *, owner: str | None = None, line: LineKind | None = None) -> tuple[LedgerEvent, ...]:
         """The last changes of that owner, of that line, or of both, oldest first; ``OTHERS`` is an owner too."""
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             wanted = {
                 number: account
                 for number, account in enumerate(self._numbered)
@@ -169,7 +179,8 @@ class Ledger:
 
         The last one is what the line holds now; FOREIGN counts what others hold.
         """
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             drawn = [*self._on_device(), self._others]
             numbers = {account.number for account in drawn if account.line is line}
             held = sum(account._physical_bytes for account in drawn if account.line is line)
@@ -183,7 +194,8 @@ class Ledger:
 
     def snapshot(self) -> Snapshot:
         """The ledger now. ``own``, ``free`` and ``foreign`` are as of the last reading: ``sample`` one just before."""
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             reading = self._reading
             return Snapshot(
                 phase=self.journal.phase_name,
@@ -204,7 +216,8 @@ class Ledger:
 
         A line counts what was asked for; what whole pages add to it is the line ROUNDING, there as in the plan.
         """
-        with self.journal:
+        with self.journal.lock:
+            self.journal.count()
             known = {*self._planned, *(account.line for account in self._on_device() if account._changes())}
             if self._level(LineKind.ROUNDING).bytes:
                 known.add(LineKind.ROUNDING)
