@@ -16,7 +16,7 @@ from tonnage.terms import LineKind, MemoryKind
 
 KINDS = [kind for kind in MemoryKind if kind is not MemoryKind.IPC_NVLS]
 ON_HOST = {MemoryKind.CPU, MemoryKind.PINNED, MemoryKind.PINNED_POOL}
-#: Larger than any device of the suites, and than the addresses of a process: a machine that overcommits grants the rest.
+#: Larger than any device of the suites, and than all addresses of a process: a machine that overcommits grants less.
 FAR_TOO_MUCH = 2**50
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -320,41 +322,45 @@ def test_a_free_that_is_cut_before_it_began_and_then_refused_can_be_repeated(wor
     buffer.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_waits_until_the_memory_is_booked_and_given_back(world: World, kind: MemoryKind) -> None:
-    """A real one, in the middle of the driver's calls; only the pool's pair is not kept from it."""
-    if kind is MemoryKind.GPU:
-        pytest.skip("its own way: see above")
-    import os
-    import signal
+def signal_after(driver: Any, call: str) -> None:
+    """A real signal, sent from inside the call."""
+    found = getattr(driver, call)
 
-    def signalled(found: Callable[..., Any], call: str) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            made = found(*args, **kwargs)
-            vars(world.host).pop(call, None)
-            os.kill(os.getpid(), signal.SIGINT)
-            return made
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        made = found(*args, **kwargs)
+        del vars(driver)[call]
+        os.kill(os.getpid(), signal.SIGINT)
+        return made
 
-        return wrapped
+    vars(driver)[call] = signalled
 
+
+@pytest.mark.parametrize(
+    ("kind", "alloc", "free"),
+    [
+        (MemoryKind.GPU_SYNC, "mem_alloc", "mem_free"),
+        (MemoryKind.PINNED, "host_alloc", "host_free"),
+        (MemoryKind.MANAGED, "managed_alloc", "mem_free"),
+    ],
+)
+def test_a_signal_waits_until_the_books_are_right(world: World, kind: MemoryKind, alloc: str, free: str) -> None:
     manager = world.manager()
-    manager.set_zero(kept := manager.allocate(kind, 64, line=TABLES))
-    pairs = {"mem_alloc": "mem_free", "host_alloc": "host_free", "managed_alloc": "mem_free"}
-    alloc = {MemoryKind.GPU_SYNC: "mem_alloc", MemoryKind.MANAGED: "managed_alloc"}.get(kind, "host_alloc")
-    if kind in (MemoryKind.CPU, MemoryKind.PINNED_POOL):
-        kept.close()
-        pytest.skip("nothing is asked of the driver for each")
-    vars(world.host)[alloc] = signalled(getattr(world.host, alloc), alloc)
+
+    def num_live() -> int:
+        return sum(entry.num_live for entry in world.ledger.snapshot().entries)
+
+    kept = manager.allocate(kind, 64, line=TABLES)
+    signal_after(world.driver, alloc)
     with pytest.raises(KeyboardInterrupt):
         manager.allocate(kind, 4096, line=TABLES)
     gc.collect()
+    assert (num_live(), len(world.device.orphans)) == (2, 1)
     manager.stats()
-    assert sum(entry.num_live for entry in world.ledger.snapshot().entries) == 1
-    free = pairs[alloc]
-    vars(world.host)[free] = signalled(getattr(world.host, free), free)
+    assert num_live() == 1
+    signal_after(world.driver, free)
     with pytest.raises(KeyboardInterrupt):
         kept.close()
-    assert (kept.base, sum(entry.num_live for entry in world.ledger.snapshot().entries)) == (0, 0)
+    assert (kept.base, num_live()) == (0, 0)
 
 
 # what cannot be meant

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,10 +15,13 @@ from hypothesis import strategies as st
 
 from tonnage.errors import LedgerError
 from tonnage.ledger import Account, Ledger
+from tonnage.ledger import account as account_module
 from tonnage.ledger import journal as journal_module
 from tonnage.ledger.journal import MAX_NOTED
 from tonnage.terms import LineKind, MemoryKind
 
+#: Where the ledger's own code is, and what enters and leaves its ``with`` blocks.
+ROOM = ("ledger/account.py", "ledger/journal.py", "ledger/ledger.py", "ledger/tally.py", "contextlib.py")
 LINES = (LineKind.KV, LineKind.KV, LineKind.SCRATCH)
 
 
@@ -141,3 +149,82 @@ def test_counting_may_be_interrupted_on_its_own_thread(meanwhile, expected, monk
     assert (account.physical_bytes, account.high_water_bytes, account.num_live) == expected
     assert sum(event.delta for event in ledger.events()) == account.physical_bytes
     assert ledger.audit()[0].high_water_bytes == account.high_water_bytes
+
+
+@pytest.mark.parametrize("where", ["counting", "the clock", "the ring"])
+def test_an_interrupt_leaves_the_lock_free(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Raised wherever the ledger calls something with its lock held."""
+    ledger = Ledger(0, 1 << 30)
+    account = ledger.open(owner="tests", line=LineKind.TABLES, memory=MemoryKind.GPU)
+    account.add(1, 1)
+
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    if where == "counting":
+        account.take(10, 0)
+        monkeypatch.setattr(journal_module, "tallies_of", interrupt)
+    elif where == "the clock":
+        monkeypatch.setattr(account_module, "monotonic_ns", interrupt)
+    else:
+        ledger.journal.append = interrupt
+    calls: list[Callable[[], object]] = [lambda: account.add(1, 1), lambda: account.sub(1, 1)]
+    if where == "counting":
+        calls += [lambda: ledger.accounted_bytes, lambda: account.num_live, lambda: ledger.step(1), ledger.snapshot]
+        calls += [lambda: ledger.at_once().__enter__(), lambda: ledger.phase("a").__enter__(), ledger.journal.catch_up]
+    for call in calls:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert is_free(ledger.journal.lock)
+
+
+def is_free(lock: Any) -> bool:
+    """Whether another thread can take it."""
+    took: list[bool] = []
+
+    def take() -> None:
+        took.append(lock.acquire(timeout=5))
+        if took[0]:
+            lock.release()
+
+    other = threading.Thread(target=take)
+    other.start()
+    other.join()
+    return took[0]
+
+
+def test_ctrl_c_leaves_the_lock_free_wherever_it_is_raised() -> None:
+    """Python raises it as a function begins and as a call of one in C returns."""
+    ledger = Ledger(0, 1 << 30)
+    account = ledger.open(owner="tests", line=LineKind.TABLES, memory=MemoryKind.GPU)
+
+    def use() -> None:
+        account.take(10, 0)
+        account.add(1, 1)
+        account.sub(1, 1)
+        account.give(10, 0)
+        with ledger.phase("a"), ledger.at_once():
+            ledger.step(1)
+        ledger.snapshot()
+
+    for num_points in range(1, 2000):
+        left = num_points
+
+        def strike(frame: FrameType, event: str, _: object) -> None:
+            nonlocal left
+            left -= event in ("call", "c_return") and frame.f_code.co_filename.endswith(ROOM)
+            if not left:
+                left = -1
+                raise KeyboardInterrupt
+
+        sys.setprofile(strike)
+        try:
+            use()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert is_free(ledger.journal.lock), num_points
+        if left > 0:
+            break
+    assert 30 < num_points < 1999

@@ -15,6 +15,7 @@ from tonnage.buffers.graph_ranges import Capture, GraphRanges, Registration
 from tonnage.buffers.group import Group, ThreadGroup
 from tonnage.buffers.manager import BufferManager, BufferStats
 from tonnage.buffers.memory import Exports, Memory
+from tonnage.buffers.neighbours import Lender, ask
 from tonnage.buffers.nvls import NvlsBuffer, NvlsPart, NvlsView
 from tonnage.buffers.pinned_pool import PinnedPool, PinnedStats
 from tonnage.buffers.pool import DevicePool
@@ -39,6 +40,7 @@ __all__ = [
     "GraphRanges",
     "Group",
     "Leftover",
+    "Lender",
     "Mark",
     "Memory",
     "NvlsBuffer",
@@ -60,6 +62,7 @@ __all__ = [
     "VirtualAllocation",
     "VirtualMemory",
     "Wake",
+    "ask",
     "give_back",
     "pop_vm",
     "preserve_contents",

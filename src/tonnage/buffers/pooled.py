@@ -46,7 +46,8 @@ class PooledBuffer(Buffer):
             try:
                 source.free(base, stream=handle)
             except DriverError as error:
-                source.free_late(self, error)
+                if not source.free_late(self, error):
+                    raise
             except BaseException:
                 source.settle(self)
                 raise
@@ -95,16 +96,16 @@ class Pooled(Source):
         change = (monotonic_ns(), account.number, size_bytes, handle, self.journal.moment)
         try:
             buffer.base = self.alloc(self.pool.handle, size_bytes, stream=handle)
-        except Exception as error:  # noqa: BLE001 - what it was is looked at there
+        except DriverOOM as error:
             return self.make_late(account, size_bytes, error)
+        except Exception:
+            require_possible(self, size_bytes, owner=account.owner)  # for too many, drivers have errors of their own
+            raise
         account.note(change)
         return buffer
 
-    def make_late(self, account: Account, size_bytes: int, error: Exception) -> PooledBuffer:
-        """There was no memory: up the ladder. For too many bytes drivers have errors of their own."""
-        require_possible(self, size_bytes, owner=account.owner)
-        if not isinstance(error, DriverOOM):
-            raise error
+    def make_late(self, account: Account, size_bytes: int, error: DriverOOM) -> PooledBuffer:
+        """There was no memory: up the ladder."""
         buffer = PooledBuffer.made(self, account, 0, "uint8", None)
         climb(self, buffer, size_bytes, error)
         return buffer
@@ -135,7 +136,8 @@ class Pooled(Source):
         try:
             self.free(buffer.base, stream=self.handle)
         except DriverError as error:
-            self.free_late(buffer, error)
+            if not self.free_late(buffer, error):
+                raise
         except BaseException:
             self.settle(buffer)
             raise
@@ -164,14 +166,16 @@ class Pooled(Source):
                 self.stream.may_be_captured = True  # with the other, should a capture of that begin just now
             wait_for(self.driver, waiting=own, on=other)
 
-    def free_late(self, buffer: Buffer, error: DriverError) -> None:
-        """The driver refused. A closed stream is done with everything: another can free what was its own."""
+    def free_late(self, buffer: Buffer, error: DriverError) -> bool:
+        """The driver refused. Whether it is freed after all: a closed stream is done with everything, and another can
+        free what was its own. Raises ``CaptureError`` where that was why."""
         if self.stream.device.fences.usable(self.handle) != self.handle:
-            return self.driver.pool_free(buffer.base, stream=0)
+            self.driver.pool_free(buffer.base, stream=0)
+            return True
         if self.capturing(self.handle):
             # Captured, the free would be a node that only memory of the same graph may have.
             raise CaptureError(f"{buffer!r} is freed while its stream is being captured: {_BEFORE_OR_AFTER}") from error
-        raise error
+        return False
 
 
 class InGraph(Pooled):

@@ -110,12 +110,12 @@ class StableBuffer(Exportable):
     def tag(self) -> str:
         return self.arena.tag
 
-    @uninterrupted
     def grow(self, num_bytes: int, *, stream: Stream | None = None, timeout_s: float | None = None) -> None:
         """At least ``num_bytes`` from now on, in place. All or nothing; raises as ``VaArena.commit`` does."""
         if num_bytes > self.num_bytes:
-            self.arena.commit(num_bytes, stream=stream, timeout_s=timeout_s)
-            self.num_bytes = num_bytes
+            with uninterrupted:
+                self.arena.commit(num_bytes, stream=stream, timeout_s=timeout_s)
+                self.num_bytes = num_bytes
 
     @uninterrupted
     def shrink(self, num_bytes: int, *, timeout_s: float | None = None) -> int:
