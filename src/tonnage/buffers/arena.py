@@ -229,7 +229,7 @@ class VaArena(Exportable):
             self._zero_ranges = (*self._zero_ranges, (offset, size))
         stop = min(offset + size, self.committed_bytes)
         if offset < stop:
-            self.stream.driver.fill(self._address + offset, 0, stop - offset, stream=self.stream.handle)
+            self.stream.driver.fill(self._address + offset, 0, stop - offset, stream=self.stream.bare_handle)
         self._register_zeros()
 
     def _grow(self, new: list[Piece], num_bytes: int, stream: Stream, timeout_s: float | None) -> None:
@@ -301,7 +301,7 @@ class VaArena(Exportable):
             if offset < stop and not (self._concurrent and stop <= start):
                 wanted.append((max(offset, start) if self._concurrent else offset, stop))
         for first, stop in wanted:
-            stream.driver.fill(self._address + first, 0, stop - first, stream=stream.handle)
+            stream.driver.fill(self._address + first, 0, stop - first, stream=stream.bare_handle)
 
     def _zero_or_wait(self, start: int, end: int, stream: Stream) -> None:
         """When one fill cannot be asked for, those before it are waited for: the pages are about to be unmapped."""

@@ -67,7 +67,7 @@ def take_back(arena: VaArena, num_bytes: int, *, margin_bytes: int = 0, timeout_
             used_bytes=total - free,
             capacity_bytes=total,
             owner=arena.owner,
-            stream=arena.stream.handle,
+            stream=arena.stream.bare_handle,
             detail=f"{free:,} bytes are free and {margin_bytes:,} of them are to stay so: others hold what was given "
             "back. Try again when they let go, or ask them to",
         )

@@ -104,5 +104,5 @@ def out_of_memory(error: DriverOOM, stream: Stream, *, size_bytes: int, owner: s
         capacity_bytes=total,
         owner=owner,
         detail=str(error),
-        stream=stream.handle,
+        stream=stream.bare_handle,
     )

@@ -202,7 +202,7 @@ class NvlsBuffer:
     def _create(self, size_bytes: int, padded: int) -> int:
         handle = self._driver.phys_create(padded, exportable=True)
         try:
-            self._account.add(size_bytes, padded, stream=self.stream.handle)
+            self._account.add(size_bytes, padded, stream=self.stream.bare_handle)
         except BaseException:
             self._driver.phys_release(handle)
             raise
@@ -210,7 +210,7 @@ class NvlsBuffer:
         def undo() -> None:
             self._driver.phys_release(handle)
             if not self._keeps_some:
-                self._account.sub(self.size_bytes, padded, stream=self.stream.handle)
+                self._account.sub(self.size_bytes, padded, stream=self.stream.bare_handle)
 
         self._undo.append(undo)
         return handle

@@ -195,7 +195,7 @@ class VirtualMemory:
         if chunk.state not in (State.RELEASED, State.MATERIALIZED):
             raise ValueError(f"{chunk!r} cannot be registered")
         restorer = restorer_for(restore, self._driver, self.backings)
-        entry = Entry(handle, chunk, tag, owner, extent, stream.handle, account, restorer)
+        entry = Entry(handle, chunk, tag, owner, extent, stream.bare_handle, account, restorer)
         entry.zero_ranges, entry.tells_graphs = zero_ranges, tells_graphs
         self._registry.insert(entry)
         try:
@@ -221,7 +221,7 @@ class VirtualMemory:
         """As ``add``, with a new chunk that is materialised here. When that fails nothing is registered."""
         self._start("a materialise")
         restorer = restorer_for(restore, self._driver, self.backings)
-        entry = Entry(handle, Chunk(creator, configurators), tag, owner, extent, stream.handle, account, restorer)
+        entry = Entry(handle, Chunk(creator, configurators), tag, owner, extent, stream.bare_handle, account, restorer)
         entry.zero_ranges = zero_ranges
         with uninterrupted:
             self._bring_up(entry, stream)
@@ -361,7 +361,7 @@ class VirtualMemory:
         run = PageRun(self._driver, pieces_of(address, padded), peers=peers)
         restorer = restorer_for(config.restore, self._driver, self.backings)
         extent = FixedExtent(address, size_bytes, padded)
-        on = (config.stream or stream).handle
+        on = (config.stream or stream).bare_handle
         return Entry(address, Chunk(run, (run,)), config.tag, owner, extent, on, account, restorer, run)
 
     def _bring_up(self, entry: Entry, stream: Stream) -> None:

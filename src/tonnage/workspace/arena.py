@@ -134,7 +134,7 @@ class ScratchArena:
 
     def _fill(self, byte: int, start: int, end: int) -> None:
         stream = self._memory.stream
-        stream.driver.fill(self._memory.address + start, byte, end - start, stream=stream.handle)
+        stream.driver.fill(self._memory.address + start, byte, end - start, stream=stream.bare_handle)
 
     def _names(self) -> str:
         return ", ".join(sorted({one.backend for one in self.declarations})) or "none"
