@@ -109,7 +109,6 @@ def calls(driver: CudaDriver) -> dict[str, Callable[[], object]]:
         "mem_alloc": lambda: driver.mem_free(driver.mem_alloc(MiB)),
         "host_alloc": lambda: driver.host_free(driver.host_alloc(MiB, flags=0)),
         "managed_alloc": lambda: driver.mem_free(driver.managed_alloc(MiB)),
-        "pool_alloc": lambda: driver.pool_free(driver.pool_alloc(pool, MiB, stream=stream), stream=stream),
         "pool_create": lambda: driver.pool_destroy(driver.pool_create()),
         "pool_trim": lambda: driver.pool_trim(pool, 0),
         "pool_stats": lambda: driver.pool_stats(pool),
@@ -120,9 +119,10 @@ def calls(driver: CudaDriver) -> dict[str, Callable[[], object]]:
     }
 
 
+#: All but ``pool_alloc``: it breaks a capture of mode "global" in another thread, and is too short to be guarded.
 CALLS = (
     "event_done", "event_sync", "stream_sync", "event_create", "event_record", "stream_wait", "stream_create", "reap",
-    "mem_alloc", "host_alloc", "managed_alloc", "pool_alloc", "pool_create", "pool_trim", "pool_stats", "mem_info",
+    "mem_alloc", "host_alloc", "managed_alloc", "pool_create", "pool_trim", "pool_stats", "mem_info",
     "copy", "fill", "map and unmap",
 )  # fmt: skip
 
@@ -190,7 +190,8 @@ def test_an_announced_capture_refuses_plain_memory_and_waits(driver, kind) -> No
         ):
             with pytest.raises(CaptureError, match="'decode'"):
                 in_a_thread(call)
-        manager.gpu(MiB, line=LineKind.TABLES).close()  # pool memory on another stream is fine
+        with pytest.raises(CaptureError, match="'decode'"):  # the driver would give the capture up
+            manager.gpu(MiB, line=LineKind.TABLES)
     replay(driver, graph[0], foreign)
     held.close()
     manager.close()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 #: might wait for the capture. Ours never do, and say so; allocating from pools is not among them.
 BREAK_CAPTURES = frozenset(
     ("cuMemAlloc", "cuMemAllocManaged", "cuMemFree", "cuMemHostAlloc", "cuMemFreeHost", "cuMemPoolTrimTo",
-     "cuMemPoolDestroy", "cuStreamSynchronize", "cuEventSynchronize", "cuEventQuery")
+     "cuMemPoolDestroy", "cuMemPoolGetAttribute", "cuStreamSynchronize", "cuEventSynchronize", "cuEventQuery")
 )  # fmt: skip
 
 _alive: weakref.WeakSet[CudaContext] = weakref.WeakSet()
