@@ -138,6 +138,7 @@ class FakeCuda:
         self._streams, self._events = {0, 1, 2}, set()
         self._pools: dict[int, tuple[int, dict[str, int]]] = {}
         self._managed: set[int] = set()
+        self._shifted: dict[int, tuple[int, int]] = {}
         self._references: Counter[int] = Counter()
         self._exports: dict[int, int] = {}
 
@@ -230,13 +231,14 @@ class FakeCuda:
     def cuMemAddressReserve(self, size: int, align: int, addr: int, flags: int) -> Number:
         if self.heeds_alignment:
             return Number(self.host.va_reserve(size, align=align))
-        while (found := self.host.va_reserve(size, align=self.granularity)) % (2 * self.granularity) == 0:
-            pass  # the next one is not so well aligned; what is lost here goes with the fake
-        return Number(found)
+        base = self.host.va_reserve(size + self.granularity, align=2 * self.granularity)
+        self._shifted[base + self.granularity] = base, size + self.granularity  # one page off, whatever was asked
+        return Number(base + self.granularity)
 
     @driver_function()
     def cuMemAddressFree(self, addr: Any, size: int) -> None:
-        self.host.va_free(int(addr), size)
+        base, whole = self._shifted.pop(int(addr), (int(addr), size))
+        self.host.va_free(base, whole)
 
     @driver_function()
     def cuMemCreate(self, size: int, properties: Any, flags: int) -> Number:
