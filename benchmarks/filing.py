@@ -29,7 +29,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def header(commit: str | None = None) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join(Path(word).name if word.startswith("/") else word for word in [sys.executable, *sys.argv]),
         "commit": commit or _git_commit(),
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpu": _gpu()},
         "versions": {"python": platform.python_version(), **_versions()},

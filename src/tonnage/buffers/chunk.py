@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 H = TypeVar("H")
 In = TypeVar("In", contravariant=True)
 
-#: One handle is at most this large. Measured on an H200, 40 GiB in handles of 64, 256 and 512 MiB take 45, 22 and 17 ms
-#: to release and 43, 18 and 14 to make again: most of it is per handle. Made again at once after the release they take
-#: about 80, whatever their size: the driver clears freed pages, beside us where it is given some tenths of a second.
+#: One handle is at most this large. Measured on an H200, 40 GiB in handles of 64, 256 and 512 MiB take 45, 20 to 35 and
+#: 17 to 35 ms to release; to make them again after a second 22 to 30 and 15 to 30. At once it is 60 to 80: the driver
+#: clears freed pages first, beside us where it is given a tenth of a second.
 HANDLE_BYTES = 512 * MiB
 _ACCESS_ATTEMPTS = 4
 
