@@ -169,7 +169,10 @@ class GraphRanges:
             del self._captures[graph_id]
 
     def launch(self, graph_id: str, replay: Callable[[], T]) -> T:
-        """``replay()`` if all that the graph touches is mapped, and no edit comes between. Raises as ``check``."""
+        """``replay()`` if all that the graph touches is mapped, and no edit comes between. Raises as ``check``.
+
+        ``replay`` launches and nothing else: an edit inside it would wait for the thread that waits for this one.
+        """
         with self._lock:
             self.check(graph_id)
             return replay()
