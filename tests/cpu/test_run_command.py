@@ -1,4 +1,4 @@
-"""``tonnage run`` in a process of its own as a user starts it: the demo, caps too small, sampling."""
+"""``tonnage run`` in a process of its own as a user starts it: caps too small, broken input, sampling."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.units import MiB
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,35 +17,6 @@ def tonnage(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tonnage", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )
-
-
-@pytest.mark.model
-def test_the_demo_finishes_inside_its_plan(tmp_path):
-    """All 64 requests finish, many after waiting; what no line explains stays small; nothing passes the cap."""
-    kept = tmp_path / "answers.jsonl"
-    memory = 1024 * MiB
-    done = tonnage("run", "smollm2", "--input", "examples/demo.jsonl", "--output", str(kept), "--memory", "1GiB",
-                   "--max-seq-len", "1024", "--json")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    run = json.loads(done.stdout)
-    assert run["requests"]["finished"] == 64
-    assert run["requests"]["failed"] == 0
-    assert run["requests"]["waited"] >= 30
-    answers = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert len({answer["id"] for answer in answers}) == 64
-    assert all(answer["text"].strip() for answer in answers)
-    plan, ledger = run["plan"], run["ledger"]
-    assert sum(line["bytes"] for line in plan["lines"]) == plan["device_bytes"] == memory
-    unattributed = ledger["unattributed"]
-    print(
-        f"\nunattributed {unattributed / MiB:.2f} MiB, peak {run['peak_own_bytes'] / MiB:.1f} of {memory / MiB:.0f} MiB"
-    )
-    assert unattributed <= max(32 * MiB, memory * 3 // 100)
-    # The same from outside: memory after the imports, less every line that the plan says is in use.
-    idle = {"keep_free", "slack", "rounding", "transient"}
-    planned = sum(line["bytes"] for line in plan["lines"] if line["kind"] not in idle)
-    assert ledger["own"] - planned <= max(32 * MiB, memory * 3 // 100)
-    assert run["peak_own_bytes"] <= memory
 
 
 @pytest.mark.model
