@@ -40,13 +40,6 @@ SMALL = os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
-def driver():
-    driver = HostDriver(64 * PAGE, page_bytes=PAGE)
-    yield driver
-    assert driver.close() == ()
-
-
-@pytest.fixture
 def ledger() -> Ledger:
     return Ledger(0, 64 * PAGE)
 

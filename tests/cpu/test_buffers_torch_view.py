@@ -24,13 +24,6 @@ PAGE = 2**16
 
 
 @pytest.fixture
-def driver():
-    driver = HostDriver(64 * PAGE, page_bytes=PAGE)
-    yield driver
-    assert driver.close() == ()
-
-
-@pytest.fixture
 def arena(driver: HostDriver):
     arena = VaArena(
         Stream(Device(driver)), ledger=Ledger(0, 64 * PAGE), owner="kv", line=LineKind.KV, reserve_bytes=2**36

@@ -210,13 +210,6 @@ def test_destroying_never_raises(caplog: pytest.LogCaptureFixture) -> None:
 # pages
 
 
-@pytest.fixture
-def driver():
-    driver = HostDriver(64 * PAGE, page_bytes=PAGE)
-    yield driver
-    assert driver.close() == ()
-
-
 def paged(driver, num_pages: int, *, handle_pages: int = 4) -> tuple[Chunk[list[Piece]], PageRun, int]:
     address = driver.va_reserve(num_pages * PAGE, align=PAGE)
     run = PageRun(driver, pieces_of(address, num_pages * PAGE, handle_bytes=handle_pages * PAGE))

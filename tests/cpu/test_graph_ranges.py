@@ -26,13 +26,6 @@ PAGE = 2**16
 
 
 @pytest.fixture
-def driver():
-    driver = HostDriver(64 * PAGE, page_bytes=PAGE)
-    yield driver
-    assert driver.close() == ()
-
-
-@pytest.fixture
 def arena(driver: HostDriver):
     arena = make(Stream(Device(driver)), "kv")
     arena.commit(8 * PAGE)

@@ -19,13 +19,6 @@ PAGE = 2**16
 
 
 @pytest.fixture
-def driver():
-    driver = HostDriver(64 * PAGE, page_bytes=PAGE)
-    yield driver
-    assert driver.close() == ()
-
-
-@pytest.fixture
 def memory(driver: HostDriver):
     """The address of eight pages of the device."""
     address = driver.mem_alloc(8 * PAGE)

@@ -19,13 +19,6 @@ PAGE = 2**16
 
 
 @pytest.fixture
-def driver():
-    driver = HostDriver(64 * PAGE, page_bytes=PAGE)
-    yield driver
-    assert driver.close() == ()
-
-
-@pytest.fixture
 def buffer(driver: HostDriver):
     buffer = make(driver, num_bytes=10)
     yield buffer

@@ -306,8 +306,8 @@ class HostPages:
             self._num_multicasts -= isinstance(found.memory, Multicast)
 
     def _whole_mappings(self, call: str, addr: int, size: int) -> list[Range[_Mapping]]:
-        found = self._mapped.covering(addr, size)
-        if not found or found[0].start != addr or found[-1].end != addr + size:
+        found = self._mapped.exactly(addr, size)
+        if found is None:
             raise DriverError(call, "INVALID_VALUE", f"{size:,} bytes at {addr:#x} are not whole mappings")
         return found
 

@@ -75,7 +75,8 @@ _PATHS = (
     (
         AllocationPath.POOL,
         "pools",
-        "every free waits for the device: 70 to 108 microseconds to allocate 1 to 64 MiB and free them; a pool takes 1.3",
+        "every free waits for the device: 70 to 108 microseconds to allocate 1 to 64 MiB and free them; a pool takes "
+        "1.3",
     ),
 )
 

@@ -70,3 +70,8 @@ class RangeBook(Generic[T]):
                 return None
             reached = one.end
         return found if reached >= start + size else None
+
+    def exactly(self, start: int, size: int) -> list[Range[T]] | None:
+        """The ranges side by side that make up ``[start, start + size)`` and nothing beyond it, or None."""
+        found = self.covering(start, size)
+        return found if found and found[0].start == start and found[-1].end == start + size else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 from tonnage.buffers import Device, Stream, VaArena
 from tonnage.device.fence import is_fenced, lift_fence, raise_fence
 from tonnage.device.host import HostDriver
 from tonnage.device.machine import host_memory
 from tonnage.device.process import process_memory, settle_heap, trim_heap
+from tonnage.device.reading import take_reading
 from tonnage.errors import (
     BufferInUse,
     DoesNotFit,
@@ -102,22 +103,12 @@ class Site:
 
     def read(self, phase: str) -> Reading:
         """One look; the peak is the process's own since the last ``reset_peak``, less what it held at the baseline."""
-        free, total = self.driver.mem_info()
-        free = max(0, free - self.heap_bytes())
-        own, process = self.driver.own_bytes(), process_memory()
-        peak = None
+        found, process = take_reading(self.driver, phase=phase, ledger=self.ledger), process_memory()
+        own, peak = found.own_bytes, None
         if own is not None and process.own_bytes is not None and process.peak_own_bytes is not None:
             peak = max(own, process.peak_own_bytes - (process.own_bytes - own))
-        return Reading(
-            phase=phase,
-            at_ns=time.monotonic_ns(),
-            total_bytes=total,
-            free_bytes=free,
-            own_bytes=own,
-            own_source="anonymous + shared memory since the imports",
-            peak_own_bytes=peak,
-            arena_bytes=self.ledger.accounted_bytes,
-        )
+        free = max(0, found.free_bytes - self.heap_bytes())
+        return replace(found, free_bytes=free, peak_own_bytes=peak)
 
     def heap_bytes(self) -> int:
         """What this process holds beyond the pages of the device: they know nothing of each other."""
