@@ -322,7 +322,9 @@ def test_more_than_there_is_says_asked_and_total_and_takes_nothing(bench: Bench)
         assert isinstance(caught.value, MemoryError)
         assert f"{asked:,}" in str(caught.value), way
         assert f"{total:,}" in str(caught.value), way
-    assert bench.taken_bytes() == 0
+    taken = bench.taken_bytes()
+    # Asked for all there is, a card's driver may give back what it kept of earlier work (seen: 124 MiB).
+    assert taken == 0 or (taken < 0 and bench.driver.kind == "cuda")
 
 
 @on_simulated_devices

@@ -1,4 +1,4 @@
-"""On a card: another process is given an arena's tail and uses it, and the watch for hazards stands around the driver."""
+"""On a card: another process is given an arena's tail and uses it, and the watch for hazards around the driver."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -49,14 +50,21 @@ def card():
     driver.close()
 
 
-def test_another_process_gets_the_tail_of_an_arena(card, tmp_path: Path) -> None:
+@pytest.fixture
+def directory():
+    """Short: the name of a socket has 107 bytes at most."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_another_process_gets_the_tail_of_an_arena(card, directory: Path) -> None:
     stream = Stream.create(Device(card))
     arena = VaArena(stream, ledger=Ledger(0, 8 * GiB), owner="kv", line=LineKind.KV, reserve_bytes=8 * GiB)
     arena.commit(6 * GiB)
     card.fill(arena.address, 7, 4 * GiB, stream=stream.bare_handle)
-    lender = Lender(card.uuid, directory=tmp_path)
+    lender = Lender(card.uuid, directory=directory)
     child = subprocess.Popen(
-        [sys.executable, "-c", ASKS, str(tmp_path), str(2 * GiB)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ASKS, str(directory), str(2 * GiB)], stdout=subprocess.PIPE, text=True
     )
     until = time.monotonic() + 60
     while not lender.pending():

@@ -200,7 +200,8 @@ def test_more_than_the_card_has_is_refused_and_nothing_is_taken(driver):
         with pytest.raises(DriverOOM) as caught:
             call(size)
         assert f"{total:,}" in caught.value.detail
-    assert abs(driver.mem_info()[0] - free) <= 34 * MiB
+    # Not less than before; more it may be: asked for all, the driver gives back what it kept of earlier work.
+    assert free - driver.mem_info()[0] <= 34 * MiB
 
 
 IMPORTER = """
