@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tonnage.caching import CacheParams
 from tonnage.errors import InvalidSetting
 
 #: The most alternatives a request may ask for at each position; the sampler's buffers are sized for it.
@@ -98,6 +99,7 @@ class SamplingParams:
     skip_special_tokens leave special tokens out of the text
     priority            larger goes first; equal ones in order of arrival. A request is passed by a bounded number of
                         later ones, so none starves
+    cache               how its KV blocks are shared and kept (``CacheParams``)
     """
 
     max_tokens: int | None = None
@@ -120,6 +122,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     priority: int = 0
+    cache: CacheParams = CacheParams()
 
     def __post_init__(self) -> None:
         """Raise ``InvalidSetting`` for the first field that is out of range or of the wrong type."""
@@ -129,6 +132,8 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         self._check_numbers()
         self._check_stops()
+        if not isinstance(self.cache, CacheParams):
+            raise InvalidSetting("cache", self.cache, "no CacheParams", remedy="write CacheParams(...), or leave it out")
         if not isinstance(self.logit_bias, LogitBias):
             object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 

@@ -48,8 +48,9 @@ class StepItem:
 class StepPlan:
     """What one step computes, fixed before anything is launched: one row a request, kept as arrays.
 
-    Row i computes tokens ``[starts[i], ends[i])`` of ``request_ids[i]``, and samples if ``samples[i]``. All arrays
-    have one entry a row and are not to be written to.
+    Row i computes tokens ``[starts[i], ends[i])`` of ``request_ids[i]``, and samples if ``samples[i]``. The last
+    ``drafts[i]`` of them are guesses, of which the outcome accepts some; None: there are none. All arrays have one
+    entry a row and are not to be written to.
     """
 
     id: int
@@ -57,12 +58,22 @@ class StepPlan:
     starts: Ints
     counts: Ints
     samples: Flags
+    drafts: Ints | None = None
     bucket: int | None = None
     lookahead: int = 0
     shape: StepShape = field(default_factory=StepShape)
 
     @classmethod
-    def build(cls, step_id: int, request_ids: Sequence[str], *, starts: Ints, counts: Ints, samples: Flags) -> StepPlan:
+    def build(
+        cls,
+        step_id: int,
+        request_ids: Sequence[str],
+        *,
+        starts: Ints,
+        counts: Ints,
+        samples: Flags,
+        drafts: Ints | None = None,
+    ) -> StepPlan:
         """From arrays of one length, with the shape counted from them."""
         ends = starts + counts
         is_decode = (counts == 1) & (starts > 0)
@@ -77,7 +88,13 @@ class StepPlan:
             logits_rows=int(np.count_nonzero(samples)),
         )
         return cls(
-            id=step_id, request_ids=tuple(request_ids), starts=starts, counts=counts, samples=samples, shape=shape
+            id=step_id,
+            request_ids=tuple(request_ids),
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            drafts=drafts,
+            shape=shape,
         )
 
     @classmethod

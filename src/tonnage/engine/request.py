@@ -59,6 +59,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     seed: int = 0
+    adapter_id: int | None = None
     on_delta: OnDelta | None = None
     stream: TextStream | None = None
     num_computed_tokens: int = 0

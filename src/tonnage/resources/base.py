@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,19 +14,28 @@ from tonnage.terms import Claim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Admitted: ``units`` taken for the request's whole life, ``cached_tokens`` of its prompt already in the cache."""
+    """Admitted: ``units`` taken for the request's whole life, ``cached_tokens`` of what it knows already in the cache.
+
+    ``is_loading``: some of them are on their way from the host, and the request runs once they have come.
+    """
 
     cached_tokens: int = 0
     units: int = 0
+    is_loading: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferral:
-    """Not now: ``manager`` has ``have`` units free and the request needs ``need``. Nothing was taken."""
+    """Not now: ``manager`` has ``have`` units free and the request needs ``need``. Nothing was taken.
+
+    ``waits_for``: units would do; the running request of that id computes what this one begins with, so that a step
+    later it is there.
+    """
 
     manager: str
     need: int
     have: int
+    waits_for: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,7 @@ class RequestView(Protocol):
 
     token_ids: prompt and what was generated so far (a request that was suspended comes back with its output).
     num_computed_tokens: tokens whose KV entries exist; 0 for a request that arrives or comes back.
+    adapter_id: the adapter it runs with, None for the model itself.
     """
 
     @property
@@ -58,6 +68,8 @@ class RequestView(Protocol):
     def max_total_tokens(self) -> int: ...
     @property
     def params(self) -> SamplingParams: ...
+    @property
+    def adapter_id(self) -> int | None: ...
 
 
 class StepOutcome(Protocol):
@@ -69,6 +81,13 @@ class StepOutcome(Protocol):
     def tokens(self) -> Sequence[int]: ...
 
 
+class DraftOutcome(StepOutcome, Protocol):
+    """Of a plan with drafts: how many of each row's drafts were accepted, 0 <= accepted <= drafts."""
+
+    @property
+    def accepted(self) -> Ints: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
     """A stand-in that a manager asks the engine to run, so that the measured peak holds what the manager causes."""
@@ -78,6 +97,7 @@ class ProbeRequest:
     num_computed_tokens: int = 0
     max_total_tokens: int
     params: SamplingParams = field(default_factory=SamplingParams)
+    adapter_id: int | None = None
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -126,6 +146,15 @@ class ResourceManager(Protocol):
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Make ready what the step will write; may raise ``Veto``; registers its undo in ``txn``."""
+
+    def committed(self) -> None:
+        """The transaction that admitted or prepared is final: begin what cannot be undone, such as loads."""
+
+    def loading(self) -> Collection[str]:
+        """Admitted requests that cannot run yet; asked between steps, and what has come is not among them."""
+
+    def wait_loaded(self) -> None:
+        """Return once at least one of ``loading`` can run, or none is loading."""
 
     def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
         """Called with the step that finished (one behind under overlap); None: nothing was sampled."""

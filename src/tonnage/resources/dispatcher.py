@@ -88,6 +88,20 @@ class Dispatcher:
         for manager in self.managers:
             manager.prepare(plan, txn)
 
+    def committed(self) -> None:
+        """The transaction is final: every manager begins what cannot be undone."""
+        for manager in self.managers:
+            manager.committed()
+
+    def loading(self) -> frozenset[str]:
+        """Admitted requests for which some manager still waits; between steps only."""
+        return frozenset().union(*(manager.loading() for manager in self.managers))
+
+    def wait_loaded(self) -> None:
+        """Until one of ``loading`` is nearer to run, whoever holds it back."""
+        for manager in self.managers:
+            manager.wait_loaded()
+
     def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
         """Of the step that finished; None: nothing was sampled."""
         for manager in self.managers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,6 +114,15 @@ class PenaltyTables:
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:  # noqa: ARG002 - nothing changes before tokens are drawn
         self._check_open()
+
+    def committed(self) -> None:
+        pass
+
+    def loading(self) -> Collection[str]:
+        return ()
+
+    def wait_loaded(self) -> None:
+        pass
 
     def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:  # noqa: ARG002 - who sampled is in outcome
         """Count the drawn tokens of the requests that have a row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
@@ -77,6 +77,15 @@ class SlotManager:
         if not all(map(self._owned.__contains__, plan.request_ids)):
             for request_id in plan.request_ids:
                 self.slot_of(request_id)
+
+    def committed(self) -> None:
+        pass
+
+    def loading(self) -> Collection[str]:
+        return ()
+
+    def wait_loaded(self) -> None:
+        pass
 
     def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
         pass
