@@ -7,6 +7,7 @@ read as a difference, with amounts far above ``Bench.slack_bytes``; on simulated
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -141,6 +142,70 @@ def test_bytes_written_are_read_back(bench: Bench) -> None:
 def test_zero_bytes_are_copied_and_filled_without_a_look_at_the_addresses(driver: Driver) -> None:
     driver.copy(1, 2, 0, stream=0)
     driver.fill(1, 0, 0, stream=0)
+    driver.copy_many([1, 3], [2, 4], [0, 0], stream=0)
+    driver.copy_many([], [], [], stream=0)
+
+
+@everywhere
+@pytest.mark.parametrize("num_copies", [1, 2, 37])
+@pytest.mark.parametrize("is_legacy", [True, False], ids=["legacy stream", "own stream"])
+def test_a_batch_of_copies_is_its_copies(bench: Bench, num_copies: int, is_legacy: bool) -> None:
+    """Places and sizes of all sorts, some of them nothing, in any order, and in line with the stream's other work."""
+    driver, unit, draw = bench.driver, 512, random.Random(num_copies)
+    size = 2 * num_copies * unit
+    addr = driver.mem_alloc(size)
+    data = draw.randbytes(size)
+    write(driver, addr, data)
+    expected, places = bytearray(data), draw.sample(range(2 * num_copies), 2 * num_copies)
+    dsts, srcs, sizes = [], [], []
+    for index, (src, dst) in enumerate(zip(places[:num_copies], places[num_copies:], strict=True)):
+        length = (unit, 1, 0, 300)[index % 4]
+        dsts, srcs, sizes = [*dsts, addr + dst * unit], [*srcs, addr + src * unit], [*sizes, length]
+        expected[dst * unit : dst * unit + length] = data[src * unit : src * unit + length]
+    stream = 0 if is_legacy else driver.stream_create(priority=0)
+    driver.copy_many(dsts, srcs, sizes, stream=stream)
+    driver.fill(srcs[0], 7, 1, stream=stream)  # after the batch
+    expected[srcs[0] - addr] = 7
+    driver.stream_sync(stream)
+    assert read(driver, addr, size) == bytes(expected)
+
+
+@everywhere
+def test_a_batch_reaches_the_host_and_comes_back(bench: Bench) -> None:
+    driver, page = bench.driver, bench.page
+    addr, host, stream = (
+        driver.mem_alloc(3 * page),
+        driver.host_alloc(3 * page, flags=0),
+        driver.stream_create(priority=0),
+    )
+    for index in range(3):
+        driver.fill(addr + index * page, 10 + index, page, stream=stream)
+    driver.copy_many([host, host + 2 * page], [addr + 2 * page, addr], [page, page], stream=stream)
+    driver.fill(addr, 0, 3 * page, stream=stream)
+    driver.copy_many([addr + page, addr], [host, host + 2 * page], [page, 1], stream=stream)
+    driver.stream_sync(stream)
+    found = read(driver, addr, 2 * page)
+    assert found == b"\x0a" + bytes(page - 1) + b"\x0c" * page
+    driver.host_free(host)
+
+
+@everywhere
+def test_a_batch_may_cross_from_one_mapping_into_the_next(bench: Bench) -> None:
+    """An arena is made of many handles side by side, and a run of its slots may lie in several."""
+    bench.need("vmm")
+    driver, page = bench.driver, bench.page
+    base = driver.va_reserve(6 * page, align=page)
+    for index in range(6):
+        driver.map(base + index * page, page, driver.phys_create(page))
+    driver.set_access(base, 6 * page)
+    for index in range(6):
+        driver.fill(base + index * page, 20 + index, page, stream=0)
+    driver.device_sync()
+    stream, half = driver.stream_create(priority=0), page // 2
+    driver.copy_many([base + 3 * page, base + 5 * page], [base + half, base], [2 * page, half], stream=stream)
+    driver.stream_sync(stream)
+    parts = ((20, page), (21, page), (22, page), (20, half), (21, page), (22, half), (20, half), (25, half))
+    assert read(driver, base, 6 * page) == b"".join(bytes([value]) * size for value, size in parts)
 
 
 @everywhere
@@ -253,6 +318,9 @@ WRONG = {
     "destroy an unknown event": lambda b: b.driver.event_destroy(99),
     "destroy the default stream": lambda b: b.driver.stream_destroy(0),
     "copy on an unknown stream": lambda b: b.driver.copy(b.driver.mem_alloc(8), b.driver.mem_alloc(8), 1, stream=99),
+    "copies on an unknown stream": lambda b: b.driver.copy_many([b.driver.mem_alloc(8)], [b.page], [1], stream=99),
+    "more sources than sizes": lambda b: b.driver.copy_many([b.page], [b.page, b.page], [1], stream=0),
+    "a negative size in a batch": lambda b: b.driver.copy_many([b.page] * 2, [b.page] * 2, [0, -1], stream=0),
     "a negative size": lambda b: b.driver.fill(b.driver.mem_alloc(8), 0, -1, stream=0),
     "a multicast object of no size": lambda b: b.driver.multicast_create(0, num_devices=1),
 }
@@ -293,6 +361,8 @@ def test_touching_what_is_not_mapped_raises(bench: Bench, reach: str) -> None:
         lambda: driver.fill(at, 0, 8, stream=0),
         lambda: driver.copy(at, good, 8, stream=0),
         lambda: driver.copy(good, at, 8, stream=0),
+        lambda: driver.copy_many([good, at], [good + 16, good + 16], [8, 8], stream=0),
+        lambda: driver.copy_many([good, good + 8], [good + 16, at], [8, 8], stream=0),
     ):
         with pytest.raises(DriverError):
             call()

@@ -34,6 +34,7 @@ def look(trees: tuple[Path, Path]) -> HostMemory:
 def test_no_group_leaves_the_machine(trees: tuple[Path, Path]) -> None:
     memory = look(trees)
     assert (memory.total_bytes, memory.available_bytes, memory.limit_bytes) == (16 * GIB, 8 * GIB, None)
+    assert memory.available_source.endswith("meminfo")
     assert memory.source.endswith("meminfo")
 
 
@@ -52,6 +53,7 @@ def test_version_2_the_tightest_ancestor_counts(trees: tuple[Path, Path]) -> Non
     memory = look(trees)
     assert (memory.total_bytes, memory.limit_bytes) == (4 * GIB, 4 * GIB)
     assert memory.available_bytes == GIB + GIB // 2
+    assert memory.available_source.endswith("a/memory.max")
     assert memory.source.endswith("a/memory.max")
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+from tonnage.device.copies import clash
 from tonnage.device.host import HostDriver
 from tonnage.errors import DriverError, DriverOOM
 
@@ -118,6 +119,8 @@ class FakeCuda:
     CUstreamCaptureMode = names("CU_STREAM_CAPTURE_MODE_", "GLOBAL", "THREAD_LOCAL", "RELAXED")
     CUstream_flags = names("CU_STREAM_", "DEFAULT", "NON_BLOCKING")
     CUevent_flags = names("CU_EVENT_", "DEFAULT", "BLOCKING_SYNC", "DISABLE_TIMING")
+    CUmemcpySrcAccessOrder = names("CU_MEMCPY_SRC_ACCESS_ORDER_", "INVALID", "STREAM", "DURING_API_CALL", "ANY")
+    CUmemcpyAttributes = staticmethod(lambda: SimpleNamespace(srcAccessOrder=None, flags=0))
     CUmemPoolProps = staticmethod(record(allocType=None, handleTypes=None))
     CUmemAccessDesc = staticmethod(record(flags=None))
 
@@ -371,6 +374,21 @@ class FakeCuda:
     def cuMemcpyAsync(self, dst: Any, src: Any, size: int, stream: Any) -> None:
         self._require(self._streams, stream)
         self.host.copy(int(dst), int(src), size, stream=0)
+
+    @driver_function()
+    def cuMemcpyBatchAsync(
+        self, dsts: Any, srcs: Any, sizes: Any, count: int, attrs: Any, firsts: Any, num_attrs: int, stream: Any
+    ) -> None:
+        self._require(self._streams - {0, 1}, stream)  # no legacy stream, and none that is captured
+        assert int(stream) not in self.capturing
+        assert len(dsts) == len(srcs) == len(sizes) == count > 0
+        assert all(isinstance(one, Number) for one in (*dsts, *srcs))
+        assert (len(attrs), firsts, num_attrs) == (1, [0], 1)
+        assert attrs[0].srcAccessOrder == self.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        batch = [(int(dst), int(src), size) for dst, src, size in zip(dsts, srcs, sizes, strict=True)]
+        assert clash(batch) is None
+        assert all(size > 0 for _, _, size in batch)
+        self.host.copy_many(*zip(*batch, strict=True), stream=0)
 
     @driver_function()
     def cuMemsetD8Async(self, dst: Any, byte: int, size: int, stream: Any) -> None:

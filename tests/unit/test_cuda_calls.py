@@ -103,6 +103,7 @@ def everything(driver: CudaDriver) -> list:
         lambda: driver.pool_reset_high(pool), lambda: driver.pool_destroy(pool), lambda: driver.mem_alloc(8),
         lambda: driver.mem_free(plain), lambda: driver.host_alloc(8, flags=0), lambda: driver.host_free(host),
         lambda: driver.managed_alloc(8), lambda: driver.copy(plain, host, 8, stream=stream),
+        lambda: driver.copy_many([plain], [host], [8], stream=stream),
         lambda: driver.fill(plain, 0, 8, stream=stream), lambda: driver.stream_create(priority=0),
         lambda: driver.stream_destroy(other), lambda: driver.stream_sync(stream),
         lambda: driver.stream_wait(stream, event), lambda: driver.stream_capturing(stream),

@@ -6,16 +6,20 @@ Importing this works on any machine; making a ``CudaDriver`` where there is none
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
+from tonnage.device.copies import Copy, copies
 from tonnage.device.cuda_devices import CudaDevice, CudaDevices, cuda_devices
 from tonnage.device.cuda_memory import CudaMemory
 from tonnage.device.nvml import Nvml
 from tonnage.errors import DeviceLost, DriverError, DriverUnsupported
 
 __all__ = ["CudaDevice", "CudaDevices", "CudaDriver", "cuda_devices"]
+
+#: The default stream and its other name: a batch of copies is not taken there.
+_LEGACY_STREAMS = (0, 1)
 
 _NO_MULTICAST = (
     "multicast objects are never created on a GPU: on a shared machine one can put the GPUs of the whole host out of "
@@ -58,6 +62,44 @@ class CudaDriver(CudaMemory):
         self._check("copy")
         if self._has_bytes("copy", size):
             self._call("cuMemcpyAsync", dst, src, size, self._streams[stream])
+
+    def copy_many(self, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int], *, stream: int) -> None:
+        """One call of the driver's where it has one for batches, which takes no legacy stream and no capture; else a
+        call for each copy."""
+        self._check("copy_many")
+        on, batch = self._streams[stream], copies(dsts, srcs, sizes)
+        may_be_one = len(batch) > 1 and self._takes_batches and stream not in _LEGACY_STREAMS
+        if may_be_one and not self.stream_capturing(stream):
+            self.batch_refusal = self._copy_batch(batch, on)
+            if not self.batch_refusal:
+                return
+        for dst, src, size in batch:
+            self._call("cuMemcpyAsync", dst, src, size, on)
+
+    #: Why the last batch of copies went one by one although it was tried as one; "" where it was taken.
+    batch_refusal = ""
+
+    @cached_property
+    def _takes_batches(self) -> bool:
+        return hasattr(self._api.module, "cuMemcpyBatchAsync")
+
+    def _copy_batch(self, batch: list[Copy], on: Any) -> str:
+        """ "" where the driver took all as one; else why it did not. One that has no such call is not asked again."""
+        cuda = self._api.module
+        attributes = cuda.CUmemcpyAttributes()
+        attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        dsts, srcs = ([cuda.CUdeviceptr(copy[side]) for copy in batch] for side in (0, 1))
+        sizes = [copy[2] for copy in batch]
+        try:
+            self._call("cuMemcpyBatchAsync", dsts, srcs, sizes, len(batch), [attributes], [0], 1, on)
+        except (DriverUnsupported, RuntimeError) as error:  # the bindings raise the latter for what the library lacks
+            self._takes_batches = False
+            return str(error)
+        except DriverError as error:
+            if error.code != "INVALID_VALUE":
+                raise
+            return str(error)  # single copies say which of them is wrong, or do what a batch cannot
+        return ""
 
     def fill(self, dst: int, byte: int, size: int, *, stream: int) -> None:
         """For memory of the device and managed memory."""

@@ -6,7 +6,7 @@ sizes are bytes. Errors: ``DriverError``, ``DriverOOM``, ``DriverUnsupported``, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -106,6 +106,10 @@ class Driver(Protocol):
 
     # data, streams, events
     def copy(self, dst: int, src: int, size: int, *, stream: int) -> None: ...
+    def copy_many(self, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int], *, stream: int) -> None:
+        """A batch of copies as one piece of the stream's work, with no order inside: what one writes, no other may
+        touch. Where it raises, none or some of them are queued."""
+
     def fill(self, dst: int, byte: int, size: int, *, stream: int) -> None: ...
     def stream_create(self, *, priority: int) -> int: ...
     def stream_destroy(self, stream: int) -> None: ...

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from tonnage.device.copies import clash, copies
 from tonnage.device.decorator import Call, DriverDecorator
 from tonnage.device.driver import Driver
 from tonnage.device.hazardcapture import Capture
@@ -223,6 +224,16 @@ class HazardDriver(DriverDecorator):
         capture = self._queue("copy", stream, what, ((src, size),), ((dst, size),), nobodys_is_fine=True)
         self._do(capture, "copy", (dst, src, size), stream)
 
+    def _copy_many(self, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int], *, stream: int) -> None:
+        batch = copies(dsts, srcs, sizes)
+        what = f"a batch of {len(batch)} copies" + (f" from {batch[0][1]:#x} to {batch[0][0]:#x} on" if batch else "")
+        if (at := clash(batch)) is not None:
+            self._hazard("copy_many", "RACE", f"{what} has no order inside, and writes what it touches at {at:#x}")
+        reads = tuple((src, size) for _, src, size in batch)
+        writes = tuple((dst, size) for dst, _, size in batch)
+        capture = self._queue("copy_many", stream, what, reads, writes, nobodys_is_fine=True)
+        self._do(capture, "copy_many", (dsts, srcs, sizes), stream)
+
     def _fill(self, dst: int, byte: int, size: int, *, stream: int) -> None:
         what = f"a fill of {size:,} bytes at {dst:#x}"
         capture = self._queue("fill", stream, what, (), ((dst, size),), nobodys_is_fine=True)
@@ -295,7 +306,7 @@ class HazardDriver(DriverDecorator):
         self._clock.queue(stream, what, reads, writes, self._num_calls)
         return None
 
-    def _do(self, capture: Capture | None, call: str, args: tuple[int, ...], stream: int) -> None:
+    def _do(self, capture: Capture | None, call: str, args: tuple[Any, ...], stream: int) -> None:
         if capture is not None:
             return capture.take(call, args, stream)
         try:

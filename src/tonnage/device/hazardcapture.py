@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tonnage.device.driver import Driver
 from tonnage.device.hazardclock import Span
 
@@ -14,10 +16,10 @@ class Capture:
     def __init__(self, what: str, driver: Driver) -> None:
         self.what, self._driver = what, driver
         self._is_played = driver.kind == "host"
-        self._calls: list[tuple[str, tuple[int, ...]]] = []
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
         self.works: list[tuple[str, tuple[Span, ...], tuple[Span, ...]]] = []
 
-    def take(self, call: str, args: tuple[int, ...], stream: int) -> None:
+    def take(self, call: str, args: tuple[Any, ...], stream: int) -> None:
         if self._is_played:
             self._calls.append((call, args))
         else:

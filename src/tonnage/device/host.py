@@ -8,11 +8,13 @@ and other devices can be played.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from tonnage.device import _libc
+from tonnage.device.copies import copies
 from tonnage.device.driver import Capabilities, PoolStats
 from tonnage.device.fabric import HostFabric
 from tonnage.device.hostpages import HostPages, refuse_forked, translated
@@ -256,12 +258,18 @@ class HostDriver(HostPages, EagerStreams):
     def copy(self, dst: int, src: int, size: int, *, stream: int) -> None:
         with self._entered("copy"):
             self._require_stream("copy", stream)
-            self._require_touchable("copy", src, size, access="r")
-            if many := self._multicast_at(dst, size):
-                many[0].write(ctypes.string_at(src, size), many[1])
-            else:
-                self._require_touchable("copy", dst, size, access="w")
-                ctypes.memmove(dst, src, size)
+            self._require_copyable("copy", dst, src, size)
+            self._do_copy(dst, src, size)
+
+    def copy_many(self, dsts: Sequence[int], srcs: Sequence[int], sizes: Sequence[int], *, stream: int) -> None:
+        """All of them or none."""
+        with self._entered("copy_many"):
+            self._require_stream("copy_many", stream)
+            batch = copies(dsts, srcs, sizes)
+            for one in batch:
+                self._require_copyable("copy_many", *one)
+            for one in batch:
+                self._do_copy(*one)
 
     def fill(self, dst: int, byte: int, size: int, *, stream: int) -> None:
         with self._entered("fill"):
@@ -307,6 +315,17 @@ class HostDriver(HostPages, EagerStreams):
         if found is None:
             raise DriverError(call, "INVALID_HANDLE", f"no pool {pool}")
         return found
+
+    def _require_copyable(self, call: str, dst: int, src: int, size: int) -> None:
+        self._require_touchable(call, src, size, access="r")
+        if not self._multicast_at(dst, size):
+            self._require_touchable(call, dst, size, access="w")
+
+    def _do_copy(self, dst: int, src: int, size: int) -> None:
+        if many := self._multicast_at(dst, size):
+            many[0].write(ctypes.string_at(src, size), many[1])
+        else:
+            ctypes.memmove(dst, src, size)
 
     def _require_touchable(self, call: str, addr: int, size: int, *, access: str) -> None:
         """Raise instead of letting the copy end the process."""

@@ -19,13 +19,15 @@ class HostMemory:
 
     total_bytes      the machine's, or the control group's limit if that is smaller
     available_bytes  what could be taken now without swapping, by the machine's figure and the group's
-    limit_bytes      the group's limit, None for none; ``source`` names where ``total_bytes`` came from
+    limit_bytes      the group's limit, None for none; ``source`` names where ``total_bytes`` came from, and
+                     ``available_source`` the same of ``available_bytes``: the tightest group's file or the machine's
     """
 
     total_bytes: int | None
     available_bytes: int | None
     limit_bytes: int | None
     source: str
+    available_source: str = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,16 @@ def host_memory(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgro
     if limits and (total is None or min(limits) < total):
         total = min(limits)
         source = str(min(groups, key=lambda group: group.limit).path)
-    known = [left for left in (available, *(group.left for group in groups)) if left is not None]
+    known = [(group.left, str(group.path)) for group in groups]
+    if available is not None:
+        known.append((available, str(proc / "meminfo")))
+    left, left_source = min(known, default=(None, "unknown"))
     return HostMemory(
         total_bytes=total,
-        available_bytes=min(known, default=None),
+        available_bytes=left,
         limit_bytes=min(limits, default=None),
         source=source,
+        available_source=left_source,
     )
 
 

@@ -38,9 +38,11 @@ _HANDLES = {
 }  # fmt: skip
 #: What a parameter holds, by its name. All others are plain numbers.
 _ADDRESSES, _SIZES = {"addr", "dst", "src"}, {"size", "align", "keep"}
+#: And these hold several.
+_SEVERAL = {"dsts": "dst", "srcs": "src", "sizes": "size"}
 _KINDS = {"handle": "handle", "multicast": "handle", "pool": "pool", "stream": "stream", "event": "event", "fd": "fd"}
 
-_TOUCHING = {"copy", "fill"}
+_TOUCHING = {"copy", "copy_many", "fill"}
 
 _SIGNATURES = {name: inspect.signature(getattr(Driver, name)) for name in CALLS}
 _LINE = re.compile(r"(?P<call>\w+)\((?P<args>.*)\)(?: -> (?P<result>.+))?")
@@ -105,6 +107,8 @@ class _Names:
         self._ranges: RangeBook[str] = RangeBook()
 
     def word(self, parameter: str, value: Any) -> str:
+        if parameter in _SEVERAL:
+            return f"[{', '.join(self.word(_SEVERAL[parameter], one) for one in value)}]"
         if parameter in _ADDRESSES:
             return self._place(value)
         if parameter in _SIZES:
@@ -171,7 +175,7 @@ def replay(log: Iterable[str], driver: Driver) -> list[str]:
 def _arguments(text: str, values: dict[str, int], page_bytes: int) -> tuple[list[Any], dict[str, Any]]:
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for word in re.findall(r"(?:\w+=)?(?:\([^)]*\)|[^,\s]+)", text):
+    for word in re.findall(r"(?:\w+=)?(?:\([^)]*\)|\[[^\]]*\]|[^,\s]+)", text):
         name, _, value = word.rpartition("=")
         read = _value(value, values, page_bytes)
         if name:
@@ -182,6 +186,8 @@ def _arguments(text: str, values: dict[str, int], page_bytes: int) -> tuple[list
 
 
 def _value(word: str, values: dict[str, int], page_bytes: int) -> Any:
+    if word.startswith("["):
+        return [_value(one, values, page_bytes) for one in word[1:-1].split(", ") if one]
     if (first := word.partition("+"))[0] in values:
         return values[first[0]] + (_value(first[2], values, page_bytes) if first[2] else 0)
     if re.fullmatch(r"\d+p", word):

@@ -1,0 +1,115 @@
+"""The names of a token list's blocks: each a digest of its tokens and of all that comes before."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+
+from tonnage.errors import ResourceError
+
+#: Blocks that are packed at once: a walk that ends early has packed little in vain.
+_PACK_BLOCKS = 64
+_HAS_ADAPTER, _HAS_SALT = 1, 2
+
+
+def scope_digest(*, adapter_id: int | None = None, salt: str | None = None) -> bytes:
+    """What the chains of one adapter and one salt begin with, 32 bytes: a mask of the fields that are there, then each.
+
+    A cryptographic hash, here and below, because a match goes by it: who could make two texts of one digest could
+    read what others wrote.
+    """
+    mask = (adapter_id is not None) * _HAS_ADAPTER + (salt is not None) * _HAS_SALT
+    told = bytes([mask])
+    if adapter_id is not None:
+        told += adapter_id.to_bytes(8, "little", signed=True)
+    if salt is not None:
+        raw = salt.encode(errors="surrogatepass")
+        told += len(raw).to_bytes(8, "little") + raw
+    return hashlib.sha256(told).digest()
+
+
+class Chain:
+    """Digests of ``tokens`` by blocks of ``block_tokens``, made when they are first asked for and kept.
+
+    digest(i) = SHA-256(digest(i - 1) || tokens of block i as int32, little-endian), with digest(-1) = ``scope``.
+    ``tokens`` is looked at, not copied: it may grow at its end and must not change otherwise. Raises ``ResourceError``
+    for tokens that are no int32 and for blocks that are not full.
+    """
+
+    __slots__ = ("_digests", "_packed", "block_tokens", "scope", "tokens")
+
+    def __init__(self, scope: bytes, tokens: Sequence[int], block_tokens: int) -> None:
+        self.scope, self.tokens, self.block_tokens = scope, tokens, block_tokens
+        self._digests: list[bytes] = []
+        self._packed: list[bytes] = []
+
+    def digest(self, index: int) -> bytes:
+        """Of full block ``index``; -1: the scope."""
+        if index < 0:
+            return self.scope
+        if index >= len(self._digests):
+            self._extend(index + 1)
+        return self._digests[index]
+
+    def packed(self, index: int) -> bytes:
+        """The tokens of full block ``index``, 4 bytes each."""
+        self.digest(index)
+        return self._packed[index]
+
+    def partial(self, index: int, num_tokens: int) -> tuple[bytes, bytes]:
+        """Digest and tokens of the first ``num_tokens`` tokens of block ``index``."""
+        packed = self.leading(index, num_tokens)
+        if len(packed) != 4 * num_tokens or not 0 < num_tokens <= self.block_tokens:
+            raise ResourceError(f"{num_tokens} tokens of block {index} of {len(self.tokens)} tokens")
+        return hashlib.sha256(self.digest(index - 1) + packed).digest(), packed
+
+    def leading(self, index: int, num_tokens: int) -> bytes:
+        """At most so many of the tokens from block ``index`` on, as far as they are there, 4 bytes each."""
+        first = index * self.block_tokens
+        return _pack(self.tokens[first : first + num_tokens])
+
+    def blocks(self, num_blocks: int) -> Iterator[tuple[bytes, bytes]]:
+        """Digest and tokens of the first full blocks, one after the other; what is not asked for is not made."""
+        for first in range(0, num_blocks, _PACK_BLOCKS):
+            end = min(first + _PACK_BLOCKS, num_blocks)
+            if end > len(self._digests):
+                self._pack(end)
+                yield from self._made(first, end)
+            else:
+                yield from zip(self._digests[first:end], self._packed[first:end], strict=True)
+
+    def _made(self, first: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+        digests, sha256 = self._digests, hashlib.sha256
+        before = self.digest(first - 1)
+        for index, packed in enumerate(self._packed[first:end], first):
+            if index < len(digests):
+                before = digests[index]
+            else:
+                before = sha256(before + packed).digest()
+                digests.append(before)
+            yield before, packed
+
+    def _extend(self, num_blocks: int) -> None:
+        for _ in self.blocks(num_blocks):
+            """Each is kept as it is made."""
+
+    def _pack(self, num_blocks: int) -> None:
+        size, first = self.block_tokens, len(self._packed)
+        if num_blocks <= first:
+            return
+        if num_blocks * size > len(self.tokens):
+            raise ResourceError(f"block {num_blocks - 1} of {size} tokens is not full: there are {len(self.tokens)}")
+        raw, width = _pack(self.tokens[first * size : num_blocks * size]), 4 * size
+        self._packed += [raw[at : at + width] for at in range(0, len(raw), width)]
+
+
+def _pack(tokens: Sequence[int]) -> bytes:
+    try:
+        packed = array("i", tokens)
+    except (OverflowError, TypeError) as error:
+        raise ResourceError(f"a token id is no 32-bit integer ({error})") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,343 @@
+"""Room on the device: what is evicted, what goes to the host, and what is lent the head of the arena.
+
+Bytes move first and the books follow: a copy that cannot be asked for leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tonnage.resources.base import Deferral
+from tonnage.resources.blocks import NONE, Blocks, Level, Stack, as_ids
+from tonnage.resources.cache_events import CacheEvents
+from tonnage.resources.eviction import Deadlines, EvictionQueue, Ranks
+from tonnage.resources.mover import Ids, Load, Mover
+from tonnage.resources.tree import PrefixTree
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """Blocks on their way to the device, and the host slots that they leave free once they have come."""
+
+    load: Load
+    ids: Ids
+    host_slots: Ids
+
+
+class Room:
+    """Moves blocks between body, head and host so that held ones always find a slot in the body.
+
+    ``lent``: head slots from this one on are lent to cached blocks; those below are the scratch's. ``version`` counts
+    how often a held block changed its slot: whoever keeps slots of held blocks must look again.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        tree: PrefixTree,
+        ranks: Ranks,
+        events: CacheEvents,
+        mover: Mover,
+        clock: Callable[[], float],
+        *,
+        keeps_node: Sequence[bool],
+        offload_priority: int,
+    ) -> None:
+        self.blocks, self.tree, self.ranks, self.events, self.mover = blocks, tree, ranks, events, mover
+        self.body, self.head, self.host = (EvictionQueue(ranks) for _ in range(3))
+        self.deadlines = Deadlines(ranks, clock)
+        self.lent = 0
+        self.version = 0
+        self.counts: Counter[str] = Counter()
+        #: Blocks that may still go to the host in this step; None: no bound.
+        self.allowance: int | None = None
+        self._keeps_node, self._offload_priority = tuple(keeps_node), offload_priority
+        self._loading: list[_Loading] = []
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._keeps_node)
+
+    # -- the queues ----------------------------------------------------------------------------------------------
+
+    def _queue(self, block: int) -> EvictionQueue:
+        if self.blocks.levels[block] == Level.HOST:
+            return self.host
+        return self.head if self.blocks.is_in_head(block) else self.body
+
+    def offer(self, block: int) -> None:
+        """Nobody holds it any more: it may be evicted."""
+        self._queue(block).push(block)
+
+    def _offer_all(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.offer(block)
+
+    def withdraw(self, block: int) -> None:
+        self._queue(block).discard(block)
+
+    def is_offered(self, block: int) -> bool:
+        return block in self._queue(block)
+
+    # -- slots for new blocks ------------------------------------------------------------------------------------
+
+    def make(self, num_slots: int) -> None:
+        """See to it that so many slots of the body are free. The caller has made sure that it can be done.
+
+        The lowest ranks go, wherever they lie, as many as the free slots of the head do not make up for; then the
+        lowest that are left in the body move into the head.
+        """
+        short = num_slots - len(self.blocks.free_body)
+        if short > 0:
+            self._evict_lowest(max(0, short - len(self.blocks.free_head)))
+            self._into_head(num_slots - len(self.blocks.free_body))
+
+    def _into_head(self, num: int) -> None:
+        """The lowest cached blocks of the body move into free slots of the head."""
+        moved = [self.body.pop() for _ in range(num)]
+        self._move(as_ids(moved), self.blocks.free_head)
+
+    def _move(self, ids: Ids, free: Stack) -> None:
+        """One copy for all: blocks that are in no queue now into ``free`` slots of the device."""
+        if not ids.size:
+            return
+        idle = [block for block in ids.tolist() if not self.blocks.refs[block]]
+        slots = free.pop(ids.size)
+        try:
+            self.mover.move(self.blocks.slots[ids], slots)
+        except BaseException:
+            free.push(slots)
+            self._offer_all(idle)
+            raise
+        self.blocks.leave(ids)
+        self.blocks.place(ids, Level.DEVICE, slots)
+        self.counts["moved"] += ids.size
+        self.version += len(idle) < ids.size
+        self._offer_all(idle)
+
+    # -- eviction ------------------------------------------------------------------------------------------------
+
+    def _evict_lowest(self, num: int) -> None:
+        """So many of the device's cached blocks, wherever they lie: to the host if they are worth it, or away."""
+        victims = [self._pop_lowest() for _ in range(num)]
+        kept = self._worth_keeping(victims)
+        chosen = set(kept)
+        for block in victims:
+            if block not in chosen:
+                self.drop(block)
+        self._offload(kept)
+
+    def _worth_keeping(self, victims: list[int]) -> list[int]:
+        """The highest of them for which the host has room, or holds something lower."""
+        if not self.blocks.num_host_slots:
+            return []
+        found = [block for block in victims if self.ranks.priorities[block] >= self._offload_priority]
+        if self.allowance is not None:
+            found = found[len(found) - min(len(found), self.allowance) :]
+        num_free = len(self.blocks.free_host)
+        while len(found) > num_free:
+            lowest = self.host.lowest()
+            if lowest is None or lowest > self.ranks.ranks[found[-num_free - 1]]:
+                return found[len(found) - num_free :]
+            self.drop(self.host.pop())
+            num_free = len(self.blocks.free_host)
+        return found
+
+    def _pop_lowest(self) -> int:
+        in_body, in_head = self.body.lowest(), self.head.lowest()
+        if in_body is None or (in_head is not None and in_head < in_body):
+            return self.head.pop()
+        return self.body.pop()
+
+    def _offload(self, kept: list[int]) -> None:
+        if not kept:
+            return
+        ids = as_ids(kept)
+        slots = self.blocks.free_host.pop(ids.size)
+        try:
+            self.mover.offload(self.blocks.slots[ids], slots)
+        except BaseException:
+            self.blocks.free_host.push(slots)
+            self._offer_all(kept)
+            raise
+        self.tell("removed", ids, Level.DEVICE)
+        self.blocks.leave(ids)
+        self.blocks.place(ids, Level.HOST, slots)
+        self.tell("stored", ids, Level.HOST)
+        self.counts["offloaded"] += ids.size
+        if self.allowance is not None:
+            self.allowance -= ids.size
+        self._offer_all(kept)
+
+    def drop(self, block: int) -> None:
+        """Out of the tree, and with it what cannot be found without it; what nobody holds becomes free."""
+        node = int(self.blocks.nodes[block])
+        if node == NONE:  # it went with its parent
+            return
+        gone = [block]
+        if self._keeps_node[self.blocks.groups[block]]:
+            gone = [one for each in self.tree.subtree(node) for one in self._blocks_at(each)]
+        self._detach(gone)
+        self.counts["evicted"] += len(gone)
+
+    def _blocks_at(self, node: int) -> Iterable[int]:
+        found = (self.tree.block(node, group) for group in range(len(self._keeps_node)))
+        return [block for block in found if block != NONE]
+
+    def _detach(self, gone: list[int]) -> None:
+        ids = as_ids(gone)
+        for level in (Level.DEVICE, Level.HOST):
+            self.tell("removed", ids[self.blocks.levels[ids] == level], level)
+        for block in gone:
+            node = int(self.blocks.nodes[block])
+            self.tree.detach(node, int(self.blocks.groups[block]))
+            self.blocks.nodes[block] = NONE
+            self.ranks.forget(block)
+            self.withdraw(block)
+            self.tree.prune(node)
+        self.blocks.free(ids[self.blocks.refs[ids] == 0])
+
+    def inherit(self, heir: int, block: int) -> None:
+        """A private block holds, just computed, what a block of the tree holds on the host: that one takes its slot
+        and its holder, and the private one is free."""
+        self.withdraw(heir)
+        ids = as_ids([heir])
+        self.tell("removed", ids, Level.HOST)
+        self.version += bool(self.blocks.refs[heir])
+        self.blocks.leave(ids)
+        self.blocks.inherit(heir, block)
+        self.tell("stored", ids, Level.DEVICE)
+
+    def tell(self, kind: Literal["stored", "removed"], ids: Ids, level: Level) -> None:
+        if ids.size and self.events.has_subscribers:
+            where: Literal["device", "host"] = "host" if level is Level.HOST else "device"
+            nodes = zip(self.blocks.nodes[ids].tolist(), self.blocks.groups[ids].tolist(), strict=True)
+            self.events.note_nodes(kind, where, self.tree, nodes)
+
+    # -- loads from the host -------------------------------------------------------------------------------------
+
+    def load(self, ids: Ids) -> None:
+        """Held blocks of the host begin to come to the body; a transfer holds them until they are there."""
+        ids = ids[self.blocks.levels[ids] == Level.HOST]
+        if not ids.size:
+            return
+        self.make(ids.size)
+        slots, host_slots = self.blocks.free_body.pop(ids.size), self.blocks.slots[ids]
+        try:
+            load = self.mover.load(host_slots, slots)
+        except BaseException:
+            self.blocks.free_body.push(slots)
+            raise
+        self.tell("removed", ids, Level.HOST)
+        self.blocks.host_owners[host_slots] = NONE
+        self.blocks.place(ids, Level.DEVICE, slots)
+        self.blocks.hold(ids)
+        self.tell("stored", ids, Level.DEVICE)
+        self._loading.append(_Loading(load, ids, host_slots))
+        self.counts["loaded"] += ids.size
+        self.version += 1
+        if self.allowance is not None:
+            self.allowance = max(0, self.allowance - ids.size)
+
+    def loading(self) -> set[int]:
+        """Blocks that have not come yet. What has come is let go by the transfer."""
+        for one in [one for one in self._loading if one.load.is_done]:
+            self._arrived(one)
+        return {block for one in self._loading for block in one.ids.tolist()}
+
+    def wait(self, ids: Ids | None = None) -> None:
+        """Until all of ``ids`` have come; None: until the transfer that was asked for first has."""
+        for one in list(self._loading):
+            if ids is None or np.isin(one.ids, ids).any():
+                one.load.wait()
+                self._arrived(one)
+                if ids is None:
+                    return
+
+    def wait_all(self) -> None:
+        while self._loading:
+            self.wait()
+
+    def _arrived(self, one: _Loading) -> None:
+        self._loading.remove(one)
+        self.blocks.free_host.push(one.host_slots)
+        for block in self.blocks.let_go(one.ids)[::-1].tolist():
+            self.let(block)
+
+    def let(self, block: int) -> None:
+        """Nobody holds it: it is evictable as the newest of its priority, or free if the tree does not know it."""
+        if self.blocks.nodes[block] == NONE:
+            self.blocks.free(as_ids([block]))
+        else:
+            self.ranks.touch(block)
+            self.deadlines.start(block)
+            self.offer(block)
+
+    # -- the head ------------------------------------------------------------------------------------------------
+
+    def take_back(self, num_slots: int, *, manager: str) -> Deferral | None:
+        """Empty the head's first ``num_slots`` slots, which are lent no more: what lies there is evicted or moves.
+
+        Held blocks go to the body, in place of lower ranks if need be; of the cached ones the highest stay, as many as
+        there is room for. A deferral where the body has no slot for a held one; nothing has changed then.
+        """
+        if num_slots <= self.lent:
+            self._lend_from(num_slots, until=self.lent)
+            self.lent = num_slots
+            return None
+        inside = self.blocks.living_in_head(num_slots)
+        num_held = int(np.count_nonzero(self.blocks.refs[inside]))
+        have = len(self.blocks.free_body) + len(self.body)
+        if num_held > have:
+            return Deferral(manager=manager, need=num_held, have=have)
+        try:
+            self._empty(num_slots)
+        except BaseException:
+            self._lend_from(self.lent, until=num_slots)
+            raise
+        self.lent = num_slots
+        self.counts["taken_back"] += 1
+        return None
+
+    def _empty(self, num_slots: int) -> None:
+        """Evict until the rest has room outside: one that lies outside frees a slot there, one inside need not move.
+
+        Held blocks may only go to the body, so cached ones make way for them into the rest of the head.
+        """
+        free_head, free_body = self.blocks.free_head, self.blocks.free_body
+        free_head.remove(num_slots)
+        num_outside = len(free_body) + len(free_head)
+        self._evict_lowest(max(0, self.blocks.living_in_head(num_slots).size - num_outside))
+        free_head.remove(num_slots)
+        inside = self.blocks.living_in_head(num_slots)
+        is_held = self.blocks.refs[inside] > 0
+        held, cached = inside[is_held], inside[~is_held]
+        self._into_head(max(0, held.size - len(free_body)))
+        self._move(held, free_body)
+        free_head.remove(num_slots)
+        for block in cached.tolist():
+            self.head.discard(block)
+        first, second = np.split(cached, [min(cached.size, len(free_head))])
+        try:
+            self._move(first, free_head)
+        except BaseException:
+            self._offer_all(second.tolist())
+            raise
+        self._move(second, free_body)
+        free_head.remove(num_slots)
+
+    def lend(self) -> None:
+        """The scratch is idle: all of the head is lent again."""
+        self._lend_from(0, until=self.lent)
+        self.lent = 0
+
+    def _lend_from(self, first: int, *, until: int) -> None:
+        """Slots [first, until) that nobody owns are free for cached blocks."""
+        self.blocks.free_head.remove(until)
+        owners = self.blocks.owners[first:until]
+        self.blocks.free_head.push((first + np.flatnonzero(owners == NONE)).astype(np.int32))
