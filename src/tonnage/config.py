@@ -124,6 +124,8 @@ class LimitKnobs:
     max_batch_size  sequences running at once (default 256)
     max_num_tokens  tokens computed in one step (default 8,192)
 
+    prefix_caching  blocks of a text are kept and used again by texts that begin alike (default yes)
+
     What requests may ask for beyond plain text; only plans know these, but for prompt_logprobs:
 
     max_draft_tokens        tokens drafted ahead for a sequence in a step (default 0)
@@ -148,6 +150,7 @@ class LimitKnobs:
     max_encoder_tokens: Setting[int] = field(default_factory=unset)
     encoder_cache_bytes: Setting[int] = field(default_factory=unset)
     prompt_logprobs: Setting[bool] = field(default_factory=unset)
+    prefix_caching: Setting[bool] = field(default_factory=unset)
 
     def items(self) -> list[tuple[str, Setting[object]]]:
         """Every limit with its name, in declaration order."""

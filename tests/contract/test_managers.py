@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import Limits
 from tonnage.device.host import HostDriver
 from tonnage.errors import ResourceError
+from tonnage.layout import KVGroup, KVGroupKind
 from tonnage.ledger import Ledger
 from tonnage.resources.admission import ADMISSIONS
 from tonnage.resources.base import Deferral, Grant, ProbeRequest, ResourceManager
-from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.cache import BlockCache
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.resources.penalties import PenaltyTables
@@ -35,9 +37,15 @@ class Row:
     state: Callable[[ResourceManager], object]
 
 
-def _kv(slots: SlotManager | None, policy: str) -> KVManager:
+def _group(name: str, window: int | None = None) -> KVGroup:
+    kind = KVGroupKind.FULL if window is None else KVGroupKind.WINDOW
+    return KVGroup(name=name, kind=kind, layers=(0,), window=window, block_tokens=4, block_bytes=64, parts=())
+
+
+def _kv(slots: SlotManager | None, policy: str, groups: tuple[KVGroup, ...] = (_group("full"),)) -> KVManager:
+    cache = BlockCache(groups, num_slots=14, head_slots=2, num_host_slots=4)
     return KVManager(
-        BlockPool(12), block_tokens=4, max_seq_len=32, max_batch_size=4, slots=slots, admission=ADMISSIONS[policy]()
+        cache, block_tokens=4, max_seq_len=32, max_batch_size=4, slots=slots, admission=ADMISSIONS[policy]()
     )
 
 
@@ -47,7 +55,11 @@ def _kv_after_slots(policy: str) -> tuple[ResourceManager, ...]:
 
 
 def _kv_state(kv: KVManager) -> object:
-    return kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.stats()["sequences"]
+    cache = kv.cache
+    queues = [queue.listed() for queue in (cache.room.body, cache.room.head, cache.room.host)]
+    tables = [table.tolist() for table in kv.tables.values()]
+    stats = {key: value for key, value in kv.stats().items() if key != "high_water"}
+    return cache.blocks.refs.tolist(), cache.blocks.free_body.listed().tolist(), queues, tables, stats
 
 
 def _penalties() -> tuple[ResourceManager, ...]:
@@ -60,6 +72,12 @@ MANAGERS = {
     "penalties": Row(_penalties, lambda penalties: {**penalties.stats(), "num_bytes": None}),
     "slots": Row(lambda: (SlotManager(4),), lambda slots: dict(slots.stats())),
     **{f"kv, {policy}": Row(lambda policy=policy: (_kv(None, policy),), _kv_state) for policy in ADMISSIONS},
+    **{
+        f"kv of two groups, {policy}": Row(
+            lambda policy=policy: (_kv(None, policy, (_group("full"), _group("window", 8))),), _kv_state
+        )
+        for policy in ADMISSIONS
+    },
     **{
         f"kv after slots, {policy}": Row(lambda policy=policy: _kv_after_slots(policy), _kv_state)
         for policy in ADMISSIONS
@@ -75,6 +93,7 @@ class Bench:
         self.manager = self.managers[-1]
         self.dispatcher = Dispatcher(self.managers)
         self._state = row.state
+        self._cached: dict[str, int] = {}
 
     def state(self) -> object:
         return self._state(self.manager)
@@ -84,28 +103,41 @@ class Bench:
         admitted: list[ProbeRequest] = []
         while True:
             request = _request(f"r{len(admitted)}", prompt=3 + 4 * len(admitted))
-            if isinstance(self.dispatcher.admit(request), Deferral):
+            grants = self.dispatcher.admit(request)
+            if isinstance(grants, Deferral):
                 return admitted
+            self._cached[request.id] = max(grant.cached_tokens for grant in grants.values())
             admitted.append(request)
 
     def step(self, requests: list[ProbeRequest], txn: Txn) -> StepPlan:
-        plan = _prefill(requests)
+        plan = _prefill(requests, self._cached)
         self.dispatcher.prepare(plan, txn)
         return plan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request(ProbeRequest):
+    """With a penalty, so that it needs something of every manager, and a text like nobody else's."""
+
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(presence_penalty=1.0))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return (crc32(self.id.encode()) % 1000,) * self.num_prompt_tokens
+
+
 def _request(name: str, *, prompt: int = 6, new: int = 3) -> ProbeRequest:
-    """With a penalty, so that it needs something of every manager."""
-    params = SamplingParams(presence_penalty=1.0)
-    return ProbeRequest(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new, params=params)
+    return _Request(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new)
 
 
-def _prefill(requests: list[ProbeRequest]) -> StepPlan:
+def _prefill(requests: list[ProbeRequest], cached: Mapping[str, int]) -> StepPlan:
+    """All that is known of each, from where the cache leaves off."""
+    starts = [cached.get(request.id, 0) for request in requests]
     return StepPlan.of(
         0,
         tuple(
-            StepItem(request_id=request.id, start=0, count=request.num_prompt_tokens, samples=True)
-            for request in requests
+            StepItem(request_id=request.id, start=start, count=request.num_prompt_tokens - start, samples=True)
+            for request, start in zip(requests, starts, strict=True)
         ),
     )
 
@@ -128,6 +160,36 @@ def test_capacity_returns_to_the_start(bench):
         assert bench.manager.available() == bench.manager.capacity() == capacity
     bench.dispatcher.reset()
     assert bench.manager.available() == capacity
+
+
+def test_what_is_admitted_and_final_can_run(bench):
+    """Nobody loads where nothing is on the host; waiting for loads then ends at once, and asking changes nothing."""
+    requests, txn = bench.fill(), Txn()
+    bench.dispatcher.committed()
+    before = bench.state()
+    assert bench.dispatcher.loading() == frozenset()
+    bench.dispatcher.wait_loaded()
+    bench.dispatcher.committed()
+    assert bench.state() == before
+    bench.step(requests, txn)
+    txn.commit()
+    bench.dispatcher.committed()
+    assert bench.manager.loading() in ((), [], frozenset())
+
+
+def test_hooks_after_everybody_has_left_do_nothing(bench):
+    """A step that never lands, and the hooks of a step whose requests were all cancelled."""
+    requests, txn = bench.fill(), Txn()
+    plan = bench.step(requests, txn)
+    for request in requests:
+        bench.dispatcher.free(request.id, keep_cached=False)
+    txn.commit()
+    before = bench.state()
+    bench.dispatcher.committed()
+    bench.dispatcher.wait_loaded()
+    bench.dispatcher.update(plan, None)
+    assert bench.state() == before
+    assert bench.manager.available() == bench.manager.capacity()
 
 
 def test_reset_gives_everything_up(bench):
@@ -234,7 +296,7 @@ def test_closing_twice_is_closing_once(bench):
     with pytest.raises(ResourceError):
         bench.manager.admit(_request("b"), Txn())
     with pytest.raises(ResourceError):
-        bench.manager.prepare(_prefill([_request("b")]), Txn())
+        bench.manager.prepare(_prefill([_request("b")], {}), Txn())
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "unheard of"])

@@ -22,6 +22,7 @@ from tonnage.resources.blocks import NONE, Level
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.chain import Chain, scope_digest
 from tonnage.resources.mover import CountingMover
+from tonnage.resources.transfers import TransferBudget
 from tonnage.resources.tree import PrefixTree
 
 B = 4
@@ -405,9 +406,10 @@ def test_unworthy_blocks_are_dropped_and_the_host_keeps_its_newest():
 
 
 def test_no_more_blocks_go_to_the_host_than_the_step_allows():
-    bench = Bench(num_slots=4, head_slots=0, num_host_slots=4)
+    budget = TransferBudget(slab_bytes=64, bytes_per_second=64, slice_s=1.0)
+    bench = Bench(num_slots=4, head_slots=0, num_host_slots=4, budget=budget)
     fill(bench, [1] * 8, [2] * 8)
-    bench.cache.begin_step(transfer_blocks=1)
+    bench.cache.begin_step()
     bench.start([3] * 16)
     assert bench.cache.stats()["offloaded"] == 1
     assert cached_tokens(bench, [2] * 8) == 4

@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 
 from tonnage.errors import ResourceError
+from tonnage.layout import KVGroup, KVGroupKind
 from tonnage.resources.base import Deferral, Grant, ProbeRequest, Refusal
-from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.cache import BlockCache
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
 from tonnage.resources.slots import SlotManager
 from tonnage.step import StepPlan, Txn
+
+#: What goes from the first manager to the last.
+FORWARD = ("admit", "prepare", "committed", "wait_loaded", "update")
 
 
 class Recorder:
     """A manager without limits that writes every call of it into ``log``; ``failing`` names the call that raises."""
 
     unit = "thing"
-    may_refuse = False
     rerunnable = True
 
     def __init__(
@@ -31,8 +34,10 @@ class Recorder:
         log: list[str] | None = None,
         failing: str = "",
         missing: int = 0,
+        may_refuse: bool = False,
     ):
         self.name, self.after, self.failing, self.missing = name, frozenset(after), failing, missing
+        self.may_refuse = may_refuse
         self.log = log if log is not None else []
 
     def _call(self, what: str) -> None:
@@ -70,6 +75,15 @@ class Recorder:
     def prepare(self, plan, txn):
         self._call("prepare")
 
+    def committed(self):
+        self._call("committed")
+
+    def loading(self):
+        return {"somebody"} if self.failing == "loading" else ()
+
+    def wait_loaded(self):
+        self._call("wait_loaded")
+
     def update(self, plan, outcome):
         self._call("update")
 
@@ -92,7 +106,11 @@ def request(name: str = "a", prompt: int = 4, new: int = 1) -> ProbeRequest:
 
 def real(num_blocks: int = 4, num_slots: int = 2) -> tuple[Dispatcher, KVManager, SlotManager]:
     slots = SlotManager(num_slots)
-    kv = KVManager(BlockPool(num_blocks), block_tokens=4, max_seq_len=64, max_batch_size=num_slots, slots=slots)
+    layers = KVGroup(
+        name="full", kind=KVGroupKind.FULL, layers=(0,), window=None, block_tokens=4, block_bytes=64, parts=()
+    )
+    cache = BlockCache([layers], num_slots=num_blocks, reuse=False)
+    kv = KVManager(cache, block_tokens=4, max_seq_len=64, max_batch_size=num_slots, slots=slots)
     return Dispatcher([kv, slots]), kv, slots
 
 
@@ -130,11 +148,13 @@ def test_forward_hooks_go_forward_and_the_others_backward():
     plan, txn = StepPlan.of(0, ()), Txn()
     dispatcher.admit(request())
     dispatcher.prepare(plan, txn)
+    dispatcher.committed()
+    dispatcher.wait_loaded()
     dispatcher.update(plan, None)
     dispatcher.free("a")
     dispatcher.reset()
     dispatcher.close()
-    forward = [f"{name}.{call}" for call in ("admit", "prepare", "update") for name in "ab"]
+    forward = [f"{name}.{call}" for call in FORWARD for name in "ab"]
     assert log == forward + [f"{name}.{call}" for call in ("free", "reset", "close") for name in "ba"]
 
 
@@ -145,6 +165,51 @@ def test_every_manager_gets_its_turn(call):
     with pytest.raises(RuntimeError, match="b"):
         getattr(dispatcher, call)(*(["x"] if call == "free" else []))
     assert log == [f"b.{call}", f"a.{call}"]
+
+
+@pytest.mark.parametrize("call", ["committed", "update"])
+def test_a_step_is_final_for_every_manager_though_one_raises(call):
+    """44, 46: else some would go on as if it had been, and others not. The first error is the one that is raised."""
+    log: list[str] = []
+    dispatcher = Dispatcher([Recorder(name, log=log, failing=call if name in "ab" else "") for name in "abc"])
+    with pytest.raises(RuntimeError, match="a"):
+        getattr(dispatcher, call)(*([StepPlan.of(0, ()), None] if call == "update" else []))
+    assert log == [f"{name}.{call}" for name in "abc"]
+
+
+def test_what_takes_stops_at_the_first_error():
+    log: list[str] = []
+    dispatcher = Dispatcher([Recorder(name, log=log, failing="prepare" if name == "b" else "") for name in "abc"])
+    with pytest.raises(RuntimeError, match="b"):
+        dispatcher.prepare(StepPlan.of(0, ()), Txn())
+    assert log == ["a.prepare", "b.prepare"]
+
+
+def test_who_loads_for_any_manager_loads():
+    quiet, busy = Recorder("a"), Recorder("b", failing="loading")
+    assert Dispatcher([quiet]).loading() == frozenset()
+    assert Dispatcher([quiet, busy]).loading() == {"somebody"}
+
+
+def test_a_step_may_land_after_the_next_is_prepared():
+    """44: the hooks of what is over lag one step behind those of what begins; each hears of its own step."""
+    heard: list[tuple[str, int]] = []
+
+    class Listener(Recorder):
+        def prepare(self, plan, txn):
+            heard.append((f"{self.name}.prepare", plan.id))
+
+        def update(self, plan, outcome):
+            heard.append((f"{self.name}.update", plan.id))
+
+    dispatcher = Dispatcher([Listener("a"), Listener("b")])
+    steps = [StepPlan.of(number, ()) for number in range(3)]
+    for before, plan in zip([None, *steps], steps, strict=False):
+        dispatcher.prepare(plan, Txn())
+        if before is not None:
+            dispatcher.update(before, None)
+    order = [("prepare", 0), ("prepare", 1), ("update", 0), ("prepare", 2), ("update", 1)]
+    assert heard == [(f"{name}.{call}", number) for call, number in order for name in "ab"]
 
 
 def test_a_deferral_gives_back_what_was_taken():
@@ -210,7 +275,10 @@ def test_refused_on_arrival_with_need_and_have():
     assert dispatcher.refusals(request("a", 17)) == (Refusal(manager="kv", unit="block", need=5, have=4),)
 
 
-def test_who_may_not_refuse_does_not():
+def test_who_may_refuse_is_listed_and_nobody_else_does():
+    dispatcher = Dispatcher([Recorder("a"), Recorder("b", may_refuse=True)])
+    assert (dispatcher.may_refuse, dispatcher.unchecked) == (("b",), ("a",))
+    assert [refusal.manager for refusal in dispatcher.refusals(request())] == ["b"]
     assert Dispatcher([Recorder("a")]).refusals(request()) == ()
 
 
@@ -236,6 +304,22 @@ def test_probe_requests_are_given_back_whatever_happens(fails):
     else:
         probe()
     assert (slots.available(), kv.available()) == (2, 4)
+
+
+def test_each_probe_request_is_given_back_though_another_is_not():
+    """41: and an error of giving back comes before one of the probe, which is its context."""
+    log: list[str] = []
+    dispatcher = Dispatcher([Recorder("a", log=log), Recorder("b", log=log, failing="free")])
+
+    def probe() -> None:
+        with dispatcher.holding([request("x"), request("y")]):
+            log.clear()
+            raise MemoryError
+
+    with pytest.raises(RuntimeError, match="b") as raised:
+        probe()
+    assert log == ["b.free", "a.free"] * 2
+    assert isinstance(raised.value.__context__, MemoryError)
 
 
 def test_probe_requests_that_do_not_fit_are_given_back_too():

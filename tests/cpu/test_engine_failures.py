@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from fake_kv import engine_on_fake
 
 from tonnage.engine import Finish
 from tonnage.engine.events import EventKind
 from tonnage.engine.stub import stub_engine
-from tonnage.errors import BufferOOM, DeclarationExceeded
+from tonnage.errors import BufferOOM, DeclarationExceeded, InputError
 from tonnage.sampling import SamplingParams
 from tonnage.step import Veto
 
@@ -37,8 +38,15 @@ def drain(engine):
     raise AssertionError("it does not come to an end")
 
 
+#: Of the KV manager's counts; the others say what was done and what lies in the cache.
+RESTORED = {f"kv.{key}" for key in ("capacity", "available", "live", "allocated", "reserved", "sequences", "pins")}
+
+
 def state(engine):
-    """All that a rollback must restore: blocks, pages, slots, watermarks, the queue and the batch."""
+    """All that a rollback must restore: blocks, pages, slots, watermarks, the queue and the batch.
+
+    Which blocks are cached may change: what a step that is rolled back evicted is gone.
+    """
     managers, scheduler = engine._runtime.managers, engine._scheduler
     running = sorted(scheduler.running)
     turns = []
@@ -47,9 +55,8 @@ def state(engine):
     for turn in reversed(turns):
         scheduler._waiting.undo(turn)
     return {
-        "managers": {k: v for k, v in managers.dispatcher.stats().items() if "high_water" not in k},
-        "free blocks": managers.kv.pool.free_ids().tolist(),
-        "pages": managers.kv.table.tolist(),
+        "managers": {k: v for k, v in managers.dispatcher.stats().items() if k in RESTORED or not k.startswith("kv.")},
+        "pages": [managers.kv.block_ids(name).tolist() for name in running],
         "watermarks": [managers.kv.watermarks(name) for name in running],
         "slots": [(name, scheduler.running[name].slot) for name in running],
         "computed": [int(scheduler.batch.computed[scheduler.running[name].slot]) for name in running],
@@ -316,6 +323,154 @@ def test_the_failed_steps_tensors_are_gone_before_the_second_try(monkeypatch):
     monkeypatch.setattr(type(engine._runtime), "drain", lambda _: seen.append(seen[0]() is None))
     engine.step()
     assert seen[1] is True
+
+
+# -- loads from the host -------------------------------------------------------------------------------------------
+
+
+def loading_engine(**limits):
+    """ "a" and "b" load 32 cached tokens; "other" does not, and decodes."""
+    engine, kv = engine_on_fake(max_batch_size=4, max_num_tokens=64, **limits)
+    kv.cached = lambda request: 0 if request.id == "other" else 32
+    kv.loads = lambda _: True
+    for name in ("other", "a", "b"):
+        engine.submit(engine.request(name, SamplingParams(max_tokens=9, seed=7), token_ids=[3] * 40))
+    return engine, kv
+
+
+class Once(dict):
+    """``FakeKV.fails`` with one error for one call of a hook, the ``nth`` from now."""
+
+    def __init__(self, hook, error, nth=1):
+        super().__init__({hook: error})
+        self.hook, self.left = hook, nth
+
+    def __contains__(self, hook):
+        self.left -= hook == self.hook
+        return hook == self.hook and self.left == 0
+
+
+COLD = {name: one.token_ids for name, one in drain(loading_engine()[0]).items()}
+
+
+@pytest.mark.parametrize("hook", ["committed", "loading", "wait_loaded"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_load_that_fails_is_computed_instead(hook, nth):
+    """Nobody fails, the text is the same, and what failed is not tried again."""
+    engine, kv = loading_engine()
+    events = []
+    engine.observe = events.append
+    kv.fails = Once(hook, RuntimeError("the link is down"), nth)
+    done = drain(engine)
+    assert {name: one.token_ids for name, one in done.items()} == COLD
+    assert kv.fails.left <= 0, "it never failed"
+    anew = [event.request_id for event in events if event.kind is EventKind.SUSPENDED]
+    assert set(anew) <= {"a", "b"}
+    if nth == 1:
+        assert anew
+    assert all(done[name].num_cached_tokens == (0 if name in anew else 32) for name in ("a", "b"))
+    assert all(done[name].num_suspended == (name in anew) for name in done)
+    assert (kv.held, kv.begun, engine.progress().num_loading) == ({}, [], 0)
+
+
+def test_a_manager_that_loads_again_after_a_failure_fails_that_request():
+    """It was told to compute all by itself: the error is told, and the loop ends."""
+    engine, kv = loading_engine()
+    admit = kv.admit
+
+    def stubborn(request, txn):
+        asked, request.params = request.params, SamplingParams(max_tokens=9)
+        answer = admit(request, txn)
+        request.params = asked
+        return answer
+
+    kv.admit = stubborn
+    kv.fails = {"loading": RuntimeError("the link is down")}
+    done = drain(engine)
+    assert done["other"].token_ids == COLD["other"]
+    for name in ("a", "b"):
+        assert done[name].finish_reason is Finish.ERROR
+        assert "could not be loaded: RuntimeError: the link is down" in done[name].error
+
+
+def test_a_manager_that_cannot_begin_what_is_final_takes_its_step_with_it():
+    """With no load to blame: the rows of the step fail, and the next one is served."""
+    engine, kv = engine_on_fake(max_batch_size=4, max_num_tokens=64)
+    engine.submit(engine.request("bad", SamplingParams(max_tokens=9), token_ids=[3] * 40))
+    kv.fails = Once("committed", RuntimeError("broken"))
+    (bad,) = engine.step()
+    assert "broken" in bad.error
+    engine.submit(engine.request("good", SamplingParams(max_tokens=9), token_ids=[3] * 40))
+    assert drain(engine)["good"].finish_reason is Finish.LENGTH
+    assert kv.held == {}
+
+
+@pytest.mark.parametrize("hook", ["prepare", "launch"])
+def test_a_step_that_is_rolled_back_takes_what_it_let_in_with_it(monkeypatch, hook):
+    """Also who was to load; the second try lets all of them in again, from where the cache then ends."""
+    engine, kv = loading_engine()
+    if hook == "prepare":
+        kv.fails = Once("prepare", Veto("kv", "not now"))
+    else:
+        Broken(monkeypatch, type(engine._runtime), "launch", MemoryError("no"))
+    engine.step()
+    assert [call for call in kv.calls if call[0] == "return"] == [("return", name) for name in ("b", "a", "other")]
+    assert sorted(kv.held) == ["a", "b", "other"]
+    assert kv.count("committed") == 1
+    assert {name: one.token_ids for name, one in drain(engine).items()} == COLD
+
+
+# -- the cache's own events, and pins --------------------------------------------------------------------------------
+
+
+def test_cache_events_are_told_after_the_step_and_never_inside():
+    engine = stub_engine(kv_tokens=800, max_seq_len=400, max_batch_size=4, max_num_tokens=64, prefix_caching=True)
+    heard = []
+
+    def callback(events):
+        # All is consistent: the step's tokens are there, and what ended has left.
+        assert engine._runtime.managers.kv.cache.events.has_subscribers
+        heard.append((engine.progress().num_running, [event.kind for event in events]))
+
+    end = engine.subscribe_cache(callback)
+    engine.submit(engine.request("a", SamplingParams(max_tokens=3), token_ids=[1] * 40))
+    engine.step()
+    assert heard == [(1, ["stored", "stored"])]
+    drain(engine)
+    told = len(heard)
+    end()
+    engine.submit(engine.request("b", SamplingParams(max_tokens=3), token_ids=[2] * 40))
+    drain(engine)
+    assert len(heard) == told
+
+
+def test_a_cache_callback_that_raises_is_dropped_and_harms_nobody():
+    engine = stub_engine(kv_tokens=800, max_seq_len=400, max_batch_size=4, max_num_tokens=64, prefix_caching=True)
+    engine.subscribe_cache(lambda _: 1 / 0)
+    engine.submit(engine.request("a", SamplingParams(max_tokens=3), token_ids=[1] * 40))
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        done = drain(engine)
+    assert done["a"].finish_reason is Finish.LENGTH
+
+
+def test_what_is_pinned_outlives_its_request():
+    engine = stub_engine(kv_tokens=160, max_seq_len=96, max_batch_size=4, max_num_tokens=96, prefix_caching=True)
+    engine.submit(engine.request("a", SamplingParams(max_tokens=3), token_ids=[1] * 64))
+    with pytest.raises(InputError, match="running"):
+        engine.pin("a")  # it waits
+    engine.step()
+    pin = engine.pin("a")
+    drain(engine)
+    for i in range(4):  # more than the pool holds beside the pinned blocks
+        engine.submit(engine.request(f"b{i}", SamplingParams(max_tokens=3), token_ids=[2 + i] * 64))
+    drain(engine)
+    assert engine.progress().kv_used_tokens == 64
+    engine.submit(engine.request("again", SamplingParams(max_tokens=3), token_ids=[1] * 64))
+    assert drain(engine)["again"].num_cached_tokens >= 48
+    pin.close()
+    assert engine.progress().kv_used_tokens == 0
+    with pytest.raises(InputError, match="running"):
+        engine.pin("a")
 
 
 # -- callbacks and observers --------------------------------------------------------------------------------------

@@ -6,27 +6,22 @@ How much a policy expects is in test_admission.py; any order of calls, under any
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from kv_cases import ask, group, manager, run, serve, state, step, window
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
-from tonnage.layout import metadata_bytes_per_block, table_bytes
+from tonnage.layout import metadata_bytes_per_block
 from tonnage.resources.admission import Optimistic, ReserveAll
-from tonnage.resources.base import Deferral, Grant, ProbeRequest
-from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.base import Deferral, Grant
+from tonnage.resources.cache import BlockCache
 from tonnage.resources.kv import KVManager
 from tonnage.resources.sequences import Watermarks
 from tonnage.resources.slots import SlotManager
-from tonnage.step import StepItem, StepPlan, Txn, Veto
+from tonnage.step import Txn, Veto
 from tonnage.terms import Fixed, LineKind, PerBlock
-
-
-def manager(num_blocks: int = 8, *, block_tokens: int = 4, max_seq_len: int = 20, **fields) -> KVManager:
-    fields = {"max_batch_size": 3} | fields
-    return KVManager(BlockPool(num_blocks), block_tokens=block_tokens, max_seq_len=max_seq_len, **fields)
 
 
 class Guess(ReserveAll):
@@ -38,21 +33,9 @@ class Guess(ReserveAll):
         return np.minimum(generated + 1, most)
 
 
-def request(name: str, prompt: int, new: int) -> ProbeRequest:
-    return ProbeRequest(id=name, num_prompt_tokens=prompt, max_total_tokens=prompt + new)
-
-
-def step(*items: tuple[str, int, int]) -> StepPlan:
-    return StepPlan.of(
-        0, tuple(StepItem(request_id=name, start=start, count=count, samples=True) for name, start, count in items)
-    )
-
-
-def run(kv: KVManager, plan: StepPlan) -> None:
-    txn = Txn()
-    kv.prepare(plan, txn)
-    txn.commit()
-    kv.update(plan, None)
+def request(name: str, prompt: int, new: int):
+    """Its tokens are nobody else's."""
+    return ask(name, [sum(name.encode())] * prompt, new)
 
 
 # Whole-life blocks of a prompt of P tokens and M new ones; the "total" column of the reference's arithmetic at 32
@@ -95,12 +78,13 @@ def test_a_life_uses_exactly_its_reservation():
 def test_blocks_arrive_when_they_are_written():
     kv = manager()
     kv.admit(request("a", 6, 8), Txn())
-    assert (kv.available(), kv.pool.num_used) == (4, 0)
+    assert (kv.available(), kv.num_used) == (4, 0)
     run(kv, step(("a", 0, 4)))
     assert kv.block_ids("a").tolist() == [0]
     run(kv, step(("a", 4, 2)))
-    assert kv.row("a").tolist() == [0, 1, 0, 0, 0]
-    assert (kv.available(), kv.pool.num_used) == (4, 2)
+    assert kv.block_ids("a").tolist() == [0, 1]
+    assert kv.row("a").tolist() == [*kv.cache.slots[[0, 1]], 0, 0, 0]
+    assert (kv.available(), kv.num_used) == (4, 2)
     assert kv.stats()["reserved"] == 2
 
 
@@ -114,7 +98,7 @@ def test_a_deferral_says_need_and_have_and_takes_nothing():
 
 
 def test_without_a_row_the_sequence_waits():
-    kv = manager(num_blocks=100, max_batch_size=2)
+    kv = manager(100, max_batch_size=2)
     for name in "ab":
         kv.admit(request(name, 1, 1), Txn())
     assert kv.admit(request("c", 1, 1), Txn()) == Deferral(manager="slots", need=1, have=0)
@@ -123,7 +107,7 @@ def test_without_a_row_the_sequence_waits():
 
 def test_rows_are_the_sequence_slots():
     slots = SlotManager(3)
-    kv = KVManager(BlockPool(8), block_tokens=4, max_seq_len=20, max_batch_size=3, slots=slots)
+    kv = manager(slots=slots)
     assert kv.after == {"slots"}
     for name in "ab":
         slots.admit(request(name, 4, 1), Txn())
@@ -135,7 +119,7 @@ def test_rows_are_the_sequence_slots():
 
 def test_more_slots_than_rows_is_refused():
     with pytest.raises(ResourceError):
-        KVManager(BlockPool(8), block_tokens=4, max_seq_len=20, max_batch_size=2, slots=SlotManager(3))
+        manager(max_batch_size=2, slots=SlotManager(3))
 
 
 def test_watermarks_follow_the_steps():
@@ -156,11 +140,11 @@ def test_a_prepared_step_can_be_taken_back():
     kv.admit(request("a", 6, 8), Txn())
     kv.admit(request("b", 6, 8), Txn())
     run(kv, step(("a", 0, 3)))
-    before = (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a"))
+    before = state(kv)
     txn = Txn()
     kv.prepare(step(("a", 3, 3), ("b", 0, 6)), txn)
     txn.rollback()
-    assert (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a")) == before
+    assert state(kv) == before
     run(kv, step(("a", 3, 3), ("b", 0, 6)))
 
 
@@ -169,12 +153,12 @@ def test_a_step_whose_update_fails_elsewhere_can_still_be_taken_back():
     kv, txn = manager(), Txn()
     kv.admit(request("a", 6, 8), Txn())
     run(kv, step(("a", 0, 3)))
-    before = (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a"))
+    before = state(kv)
     plan = step(("a", 3, 3))
     kv.prepare(plan, txn)
     kv.update(plan, None)
     txn.rollback()
-    assert (kv.pool.free_ids().tolist(), kv.table.tolist(), kv.stats()["reserved"], kv.watermarks("a")) == before
+    assert state(kv) == before
 
 
 def test_a_sequence_freed_before_the_rollback_stays_freed():
@@ -185,7 +169,7 @@ def test_a_sequence_freed_before_the_rollback_stays_freed():
     kv.prepare(step(("a", 0, 6), ("b", 0, 6)), txn)
     kv.free("a")
     txn.rollback()
-    assert (kv.pool.num_used, kv.available()) == (0, 4)
+    assert (kv.num_used, kv.available()) == (0, 4)
     kv.free("b")
     assert kv.available() == 8
 
@@ -205,11 +189,11 @@ def test_a_wrong_step_is_refused_before_anything_changes(items):
     kv.admit(request("a", 5, 3), Txn())
     with pytest.raises(ResourceError):
         kv.prepare(step(*items), Txn())
-    assert (kv.pool.num_used, kv.watermarks("a").scheduled) == (0, 0)
+    assert (kv.num_used, kv.watermarks("a").scheduled) == (0, 0)
 
 
 def test_a_step_that_lacks_blocks_is_told_before_and_vetoed_if_it_comes_all_the_same():
-    kv = manager(num_blocks=4, admission=Guess())
+    kv = manager(4, admission=Guess())
     for name in "ab":
         assert kv.admit(request(name, 6, 10), Txn()) == Grant(units=2)
         run(kv, step((name, 0, 6)))
@@ -224,7 +208,7 @@ def test_a_step_that_lacks_blocks_is_told_before_and_vetoed_if_it_comes_all_the_
     assert (kv.table.tolist(), kv.watermarks("a")) == before
     kv.free("b")
     run(kv, step(("a", 6, 3)))
-    assert (kv.block_ids("a").size, kv.pool.num_free) == (3, 1)
+    assert (kv.block_ids("a").size, kv.cache.num_available) == (3, 1)
 
 
 def test_expectations_that_rise_leave_nothing_and_never_less():
@@ -247,12 +231,9 @@ def test_only_admitted_requests_can_be_short():
 
 
 def test_a_suspended_request_comes_back_with_its_output():
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class Back(ProbeRequest):
-        token_ids: tuple[int, ...]
-
     kv = manager(admission=Guess())
-    back = Back(id="a", num_prompt_tokens=5, max_total_tokens=20, token_ids=(0,) * 12)
+    back = request("a", 5, 15)
+    back.token_ids += [1] * 7
     # 7 are generated and one more is expected: 12 tokens are written. From the prompt alone it would be 5.
     assert kv.admit(back, Txn()) == Grant(units=3)
     assert kv.watermarks("a") == Watermarks(scheduled=0, computed=0, committed=0)
@@ -267,7 +248,7 @@ def test_extra_tokens_are_reserved_beyond_the_end():
     limits = Limits(max_seq_len=20, max_batch_size=3, max_num_tokens=64, max_logits_rows=3)
     kv = manager(extra_tokens=3)
     assert kv.table.shape == (3, 6)
-    assert kv.claims(limits)[0].cost == Fixed(bytes=kv.table.nbytes)
+    assert kv.claims(limits)[0].cost == Fixed(bytes=2 * kv.table.nbytes)
     wanted = request("a", 6, 11)  # 16 tokens are written, and 3 more may be tried
     assert kv.lifetime_need(wanted) == 5
     assert kv.admit(wanted, Txn()) == Grant(units=5)
@@ -278,7 +259,7 @@ def test_extra_tokens_are_reserved_beyond_the_end():
 
 def test_a_request_longer_than_the_table_is_our_defect():
     with pytest.raises(ResourceError, match="a sequence has 5"):
-        manager(num_blocks=100).admit(request("a", 20, 2), Txn())
+        manager(100).admit(request("a", 20, 2), Txn())
 
 
 def test_the_update_of_a_freed_sequence_is_skipped():
@@ -289,7 +270,7 @@ def test_the_update_of_a_freed_sequence_is_skipped():
     kv.free("a")
     kv.free("a")
     kv.update(plan, None)
-    assert kv.pool.num_free == 8
+    assert kv.cache.num_available == 8
     with pytest.raises(ResourceError, match="holds no KV blocks"):
         kv.block_ids("a")
 
@@ -329,7 +310,7 @@ def test_a_rollback_spares_who_took_the_row_since():
     run(kv, step(("c", 0, 8)))
     txn.rollback()
     assert kv.row_index("c") == 0
-    assert (kv.block_ids("b").size, kv.block_ids("c").size, kv.pool.num_used) == (0, 2, 2)
+    assert (kv.block_ids("b").size, kv.block_ids("c").size, kv.num_used) == (0, 2, 2)
     assert kv.watermarks("c") == Watermarks(scheduled=8, computed=8, committed=8)
 
 
@@ -353,19 +334,21 @@ def test_a_closed_manager_refuses_use(call):
     kv.admit(request("a", 5, 3), Txn())
     kv.close()
     kv.close()
-    assert kv.pool.num_free == 8
+    assert kv.cache.num_available == 8
     with pytest.raises(ResourceError, match="closed"):
         getattr(kv, call)(step() if call == "prepare" else request("b", 1, 1), Txn())
 
 
-def test_claims_are_what_it_allocates():
+@pytest.mark.parametrize("groups", [[group()], [group(), window(6), group("more")]], ids=["one group", "three"])
+def test_claims_are_what_it_allocates(groups):
+    """A table of block ids and one of slots for each group; what is kept for each block of the pool."""
     limits = Limits(max_seq_len=20, max_batch_size=3, max_num_tokens=64, max_logits_rows=3)
-    kv = manager()
+    kv = manager(16, groups=groups)
     table, metadata = kv.claims(limits)
-    assert table.cost == Fixed(bytes=kv.table.nbytes)
-    assert kv.table.nbytes == table_bytes(max_batch_size=3, max_seq_len=20, block_tokens=4) == 3 * 5 * 4
+    assert table.cost == Fixed(bytes=len(groups) * 2 * 3 * 5 * 4)
     assert metadata.cost == PerBlock(bytes_per_block=metadata_bytes_per_block())
-    assert kv.pool.num_bytes == 8 * metadata_bytes_per_block()
+    # One entry of the slots stands for no block.
+    assert kv.num_bytes == table.cost.bytes + 16 * metadata_bytes_per_block() + 4
     assert {table.line, metadata.line} == {LineKind.TABLES}
 
 
@@ -399,3 +382,67 @@ def test_the_decode_probe_runs_as_it_is():
     run(kv, step(*((probe.id, 1, 1) for probe in probes)))
     assert np.unique(np.concatenate([kv.block_ids(probe.id) for probe in probes])).size == 3
     assert kv.probe("encoder", limits) == ()
+
+
+def test_beams_are_refused_clearly():
+    class Beams(type(request("a", 4, 4))):
+        num_beams = 4
+
+    wanted = Beams(id="a", token_ids=[1], num_prompt_tokens=1, max_total_tokens=3)
+    kv = manager()
+    for ask_for in (kv.lifetime_need, lambda one: kv.admit(one, Txn())):
+        with pytest.raises(ResourceError, match="'a' asks for 4 beams; beam search is not supported"):
+            ask_for(wanted)
+
+
+def test_a_manager_of_another_name_says_it_everywhere():
+    kv = KVManager(BlockCache([group()], num_slots=4), block_tokens=4, max_seq_len=20, max_batch_size=3, name="draft")
+    limits = Limits(max_seq_len=20, max_batch_size=3, max_num_tokens=64, max_logits_rows=3)
+    assert {claim.owner for claim in kv.claims(limits)} == {"draft"}
+    assert kv.admit(request("a", 16, 4), Txn()) == Deferral(manager="draft", need=5, have=4)
+
+
+def test_an_allocation_that_fails_in_a_later_group_takes_nothing(monkeypatch):
+    """13."""
+    kv = manager(16, groups=[group(), group("more")])
+    kv.admit(request("a", 6, 3), Txn())
+    before, allocate = state(kv), kv.cache.allocate
+
+    def failing(num_blocks, *, group=0):
+        if group:
+            raise MemoryError
+        return allocate(num_blocks, group=group)
+
+    monkeypatch.setattr(kv.cache, "allocate", failing)
+    txn = Txn()
+    with pytest.raises(MemoryError):
+        kv.prepare(step(("a", 0, 6)), txn)
+    txn.rollback()
+    assert state(kv) == before
+
+
+def test_a_step_of_many_decodes_touches_only_rows_that_begin_or_end_a_block(monkeypatch):
+    """The others are arithmetic on arrays: no call into the cache for them."""
+    kv = manager(100, max_batch_size=16, max_seq_len=40)
+    for i in range(16):
+        kv.admit(request(chr(65 + i), 4 + i % 4, 12), Txn())
+        run(kv, step((chr(65 + i), 0, 4 + i % 4)))
+    calls = []
+    for name in ("allocate", "store", "release", "hold"):
+        known = getattr(kv.cache, name)
+        monkeypatch.setattr(
+            kv.cache, name, lambda *args, known=known, name=name, **kw: (calls.append(name), known(*args, **kw))[1]
+        )
+    rows = [(chr(65 + i), 4 + i % 4, 1) for i in range(16)]
+    # The stand-ins' texts do not grow: nothing past the prompt can be stored.
+    run(kv, step(*rows))
+    assert calls == ["allocate"]
+
+
+def test_reset_forgets_everything():
+    kv = manager()
+    serve(kv, request("a", 8, 2))
+    kv.free("a")
+    assert kv.stats()["cached"] == 2
+    kv.reset()
+    assert (kv.stats()["cached"], kv.stats()["free"]) == (0, 8)

@@ -58,6 +58,37 @@ def test_a_step_names_the_one_without_a_slot():
         slots.prepare(StepPlan.of(0, rows), Txn())
 
 
+def test_an_undo_leaves_one_of_the_same_name_alone():
+    """It left and came back before the transaction of its first admission was rolled back."""
+    slots, txn = SlotManager(2), Txn()
+    slots.admit(request("a"), txn)
+    slots.free("a")
+    slots.admit(request("a"), Txn())
+    txn.rollback()
+    assert (slots.slot_of("a"), slots.available()) == (0, 1)
+
+
+def test_after_a_reset_or_a_close_every_slot_is_free():
+    """15: and what is undone later takes nothing from anybody."""
+    slots, txn = SlotManager(3), Txn()
+    for name in "abc":
+        slots.admit(request(name), txn)
+    slots.free("b")
+    slots.reset()
+    assert (slots.available(), slots.stats()["used"]) == (3, 0)
+    slots.admit(request("b"), Txn())
+    txn.rollback()
+    assert (slots.slot_of("b"), slots.available()) == (0, 2)
+    slots.close()
+    slots.close()
+    slots.free("b")
+    assert slots.available() == slots.capacity() == 3
+    with pytest.raises(ResourceError, match="closed"):
+        slots.admit(request("a"), Txn())
+    with pytest.raises(ResourceError, match="closed"):
+        slots.prepare(StepPlan.of(0, ()), Txn())
+
+
 @given(st.lists(st.integers(0, 9)))
 def test_slots_stay_distinct_and_stable(toggles):
     """Each number is a request that arrives, or leaves if it is there."""

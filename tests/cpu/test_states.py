@@ -1,340 +1,589 @@
 """Recurrent states against a sequential reference: whatever is rolled back, retried or late, each text has its state.
 
-The simulated model mixes a token into a state so that any order but the right one, any token twice and any other
-sequence's state gives another result.
+The simulated model mixes a token into a state so that any order but the right one, a token twice, and any other
+sequence's state give another result. It runs on a driver whose fills and kernels wait in a queue, as on a real stream,
+and before a kernel reads anything it spoils all slots that it is to write. Each kernel has rows of padding.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tonnage.budget.pool import group_prices
 from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import Limits
+from tonnage.device.decorator import DriverDecorator
+from tonnage.device.fault import FaultDriver
 from tonnage.device.host import HostDriver
-from tonnage.errors import ResourceError
-from tonnage.layout import KVGroup, KVGroupKind, KVLayout, KVOrder
+from tonnage.errors import BufferInUse, BufferOOM, DriverError, ResourceError
+from tonnage.layout import KVGroup, KVGroupKind, KVLayout, KVOrder, Part
 from tonnage.ledger import Ledger
 from tonnage.resources.base import Deferral, Grant, ProbeRequest
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.slots import SlotManager
 from tonnage.resources.states import SENTINEL, StateManager
+from tonnage.sampling import SamplingParams
 from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.terms import LineKind
 from tonnage.units import MiB
 
-LAYOUT = KVLayout(
-    slab_bytes=4096,
-    order=KVOrder.BLOCK_MAJOR,
-    groups=tuple(
-        KVGroup(name=f"state-{i}", kind=KVGroupKind.STATE, layers=(i,), window=None, block_tokens=0, block_bytes=24,
-                parts=())
-        for i in range(2)
-    ),
-)  # fmt: skip
 NUM_SEATS = 3
+#: Words of 8 bytes that each group keeps, as the model sees them.
+WORDS = (3, 5)
+NOISE = np.uint64(0xDEADBEEFDEADBEEF)
+
+
+def group(name, *parts, kind=KVGroupKind.STATE, num_bytes=None):
+    last = parts[-1] if parts else None
+    return KVGroup(
+        name=name, kind=kind, layers=(0,), window=None, block_tokens=16 if kind is KVGroupKind.FULL else 0,
+        block_bytes=num_bytes or last.offset_bytes + last.num_bytes, parts=parts,
+    )  # fmt: skip
+
+
+def layout(*groups):
+    return KVLayout(slab_bytes=max(one.block_bytes for one in groups), order=KVOrder.BLOCK_MAJOR, groups=groups)
+
+
+LAYOUT = layout(
+    group("full", kind=KVGroupKind.FULL, num_bytes=512),
+    group(
+        "state-1",
+        Part(name="ssm", dtype="float32", shape=(1, 2, 2), offset_bytes=0),
+        Part(name="conv", dtype="bfloat16", shape=(1, 4), offset_bytes=16),
+    ),
+    group("state-2", Part(name="ssm", dtype="float32", shape=(1, 10), offset_bytes=0)),
+)
 
 
 def mix(state, token):
-    """A step of a hash over 48 bytes: neither commutative nor blind to how often."""
+    """One token into a hash over 8 words: neither commutative nor blind to how often."""
     return (state * np.uint64(6364136223846793005) + np.uint64(token) + np.uint64(1442695040888963407)) ^ (
         np.roll(state, 1) >> np.uint64(17)
     )
 
 
-def reference(tokens):
-    state = np.zeros(6, np.uint64)
-    for token in tokens:
-        state = mix(state, token)
-    return state.tolist()
-
-
-class Model:
-    """Reads and writes slots as a kernel would: ``view`` is the manager's memory as numbers."""
-
-    def __init__(self, states):
-        self.states = states
-        raw = np.frombuffer(memory(states), np.uint8)
-        self.view = raw.reshape(states.num_slots, states.slot_bytes)
-
-    def run(self, plan, tokens, *, stop_after=None):
-        """``stop_after`` rows it fails, with what it has written left behind. A row of padding comes with each step."""
-        slots = self.states.slots(plan)
-        reads, writes = [*slots.reads.tolist(), SENTINEL], [*slots.writes.tolist(), SENTINEL]
-        for row, (read, write) in enumerate(zip(reads, writes, strict=True)):
-            if row == stop_after:
-                raise RuntimeError("the launch fails")
-            state = self.at(read).copy()
-            for token in tokens[row] if row < len(tokens) else [99]:
-                state = mix(state, token)
-            self.at(write)[:] = state
-
-    def at(self, slot):
-        return self.view[slot, :48].view(np.uint64)
-
-
-def memory(states):
-    import ctypes
-
-    size = states.num_slots * states.slot_bytes
-    return (ctypes.c_uint8 * size).from_address(states.buffer.address)
-
-
-def make(*, lookahead_steps=0, num_seats=NUM_SEATS):
-    device = Device(HostDriver(4 * MiB))
-    buffers = BufferManager(Stream(device), ledger=Ledger(0, 4 * MiB), owner="states")
-    slots = SlotManager(num_seats)
-    states = StateManager(slots, LAYOUT, buffers=buffers, lookahead_steps=lookahead_steps)
-    return states, Dispatcher([slots, states])
-
-
-@dataclass
+@dataclass(eq=False)
 class Text:
+    """A request with the tokens that it will ever have; ``known`` are those the next steps may compute."""
+
     id: str
     tokens: list[int]
     scheduled: int = 0
-    committed: int = 0
-    steps: list[int] = field(default_factory=list)
+    states: list = field(default_factory=lambda: [np.zeros(sum(WORDS), np.uint64)])
+
+    def state(self, num_tokens):
+        """The reference: one token after the other, from zeros."""
+        while len(self.states) <= num_tokens:
+            self.states.append(mix(self.states[-1], self.tokens[len(self.states) - 1]))
+        return self.states[num_tokens]
 
 
-def plan_of(number, rows):
-    items = [StepItem(request_id=text.id, start=text.scheduled, count=count, samples=False) for text, count in rows]
-    return StepPlan.of(number, items)
+class QueueDriver(DriverDecorator):
+    """Fills wait in ``queue`` until somebody runs it."""
+
+    queue: deque
+
+    def __init__(self, driver):
+        super().__init__(driver)
+        self.queue = deque()
+
+    def _around(self, call):
+        if call == "fill":
+            return lambda *args, **kw: self.queue.append(lambda: self.wrapped.fill(*args, **kw))
+        return None
 
 
-COUNTS = st.lists(st.integers(0, 3), min_size=3, max_size=3)
-ACTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.lists(st.integers(0, 9), min_size=1, max_size=12)),
-        st.tuples(st.just("step"), COUNTS, st.sampled_from([None, 0, 1, 2])),
-        st.tuples(st.just("take back"), COUNTS),
-        st.tuples(st.just("commit")),
-        st.tuples(st.just("leave"), st.integers(0, 2)),
-        st.tuples(st.just("return"), st.integers(0, 2)),
-    ),
-    max_size=60,
-)  # fmt: skip
+class Memory:
+    """The manager's bytes, as the model sees them."""
+
+    def __init__(self, states):
+        size = states.num_slots * states.slot_bytes
+        raw = np.frombuffer((ctypes.c_uint8 * size).from_address(states.buffer.address), np.uint8)
+        self.words = raw.view(np.uint64).reshape(states.num_slots, -1)
+        self.columns = np.concatenate([np.arange(WORDS[0]), states._groups["state-2"][1] // 8 + np.arange(WORDS[1])])
+
+    def read(self, slot):
+        return self.words[slot, self.columns]
+
+    def write(self, slot, state):
+        self.words[slot, self.columns] = state
 
 
-class Bench:
-    def __init__(self, lookahead_steps):
-        self.states, self.dispatcher = make(lookahead_steps=lookahead_steps)
-        self.model = Model(self.states)
-        self.depth = 1 + lookahead_steps
+def make(driver=None, *, num_seats=NUM_SEATS, of=LAYOUT):
+    driver = driver or HostDriver(4 * MiB)
+    ledger = Ledger(0, 4 * MiB)
+    slots = SlotManager(num_seats)
+    states = StateManager(slots, of, buffers=BufferManager(Stream(Device(driver)), ledger=ledger, owner="states"))
+    return SimpleNamespace(slots=slots, states=states, dispatcher=Dispatcher([states, slots]), ledger=ledger)
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request of an engine, which is no stand-in."""
+
+    id: str
+    token_ids: list[int]
+    num_prompt_tokens: int = 1
+    num_computed_tokens: int = 0
+    max_total_tokens: int = 100
+    params: SamplingParams = field(default_factory=SamplingParams)
+    adapter_id: int | None = None
+
+
+def item(name, start, count):
+    return StepItem(request_id=name, start=start, count=count, samples=False)
+
+
+class World:
+    """An engine in small: requests come and go, steps are launched, and land later or never."""
+
+    def __init__(self, num_seats=NUM_SEATS):
+        self.host = HostDriver(4 * MiB)
+        self.driver = QueueDriver(self.host)
+        made = make(self.driver, num_seats=num_seats)
+        self.states, self.dispatcher, self.slots, self.ledger = made.states, made.dispatcher, made.slots, made.ledger
+        self.memory = Memory(self.states)
+        self.memory.words[:] = NOISE
         self.live: list[Text] = []
-        self.launched: list = []
+        self.launched: deque[StepPlan] = deque()
         self.number = 0
 
     def arrive(self, tokens):
-        text = Text(f"t{self.number}", list(tokens))
         self.number += 1
-        self.admit(text)
+        self.admit(Text(f"t{self.number}", list(tokens)))
 
-    def admit(self, text):
-        view = ProbeRequest(id=text.id, num_prompt_tokens=len(text.tokens), max_total_tokens=len(text.tokens) + 1)
-        answer = self.dispatcher.admit(view)
-        if isinstance(answer, Deferral):
-            assert len(self.live) == NUM_SEATS
-            return
-        self.live.append(text)
+    def admit(self, text, txn=None):
+        answer = self.dispatcher.admit(Ask(text.id, text.tokens), txn)
+        assert isinstance(answer, Deferral) == (len(self.live) == self.slots.capacity())
+        if isinstance(answer, dict):
+            text.scheduled = 0
+            self.live.append(text)
+        return answer
 
     def rows(self, counts):
-        rows = [
-            (text, min(count, len(text.tokens) - text.scheduled))
-            for text, count in zip(self.live, counts, strict=False)
-        ]
-        return [(text, count) for text, count in rows if count > 0]
+        wanted = ((text, min(count, len(text.tokens) - text.scheduled)) for text, count in zip(self.live, counts))  # noqa: B905
+        return [(text, count) for text, count in wanted if count > 0]
 
-    def step(self, counts, stop_after):
-        rows = self.rows(counts)
-        if not rows or len(self.launched) >= self.depth:
-            return
-        tokens = [text.tokens[text.scheduled : text.scheduled + count] for text, count in rows]
-        if stop_after is not None and stop_after < len(rows):
-            # A launch that fails half way is taken back and the same step runs again.
-            txn, plan = Txn(), plan_of(self.number, rows)
-            self.dispatcher.prepare(plan, txn)
-            with pytest.raises(RuntimeError):
-                self.model.run(plan, tokens, stop_after=stop_after)
-            txn.rollback()
-        txn, plan = Txn(), plan_of(self.number, rows)
+    def prepare(self, rows, txn):
         self.number += 1
+        plan = StepPlan.of(self.number, [item(text.id, text.scheduled, count) for text, count in rows])
         self.dispatcher.prepare(plan, txn)
-        self.model.run(plan, tokens)
+        return plan
+
+    def step(self, counts, *, num_pads=1, announce=True):
+        """Prepared, launched and committed. Not ``announce``: nobody calls ``committed``."""
+        rows, txn = self.rows(counts), Txn()
+        plan = self.prepare(rows, txn)
+        self.launch(plan, rows, num_pads)
         txn.commit()
+        if announce:
+            self.dispatcher.committed()
         for text, count in rows:
             text.scheduled += count
-        self.launched.append((plan, rows))
+        self.launched.append(plan)
 
-    def take_back(self, counts):
-        rows = self.rows(counts)
-        if rows and len(self.launched) < self.depth:
-            txn = Txn()
-            self.dispatcher.prepare(plan_of(self.number, rows), txn)
-            txn.rollback()
+    def failing_step(self, counts, *, num_rows):
+        """The launch fails after so many rows, with what it did left behind; a smaller step is not tried here."""
+        rows, txn = self.rows(counts), Txn()
+        plan = self.prepare(rows, txn)
+        self.launch(plan, rows, 1, num_rows=num_rows)
+        txn.rollback()
 
-    def commit(self):
-        if self.launched:
-            plan, rows = self.launched.pop(0)
+    def launch(self, plan, rows, num_pads, num_rows=None):
+        slots = self.states.slots(plan, len(rows) + num_pads)
+        spans = [(text, text.scheduled, text.scheduled + count) for text, count in rows]
+        self.driver.queue.append(lambda: self.kernel(slots, spans, num_rows))
+
+    def kernel(self, slots, spans, num_rows):
+        """``num_rows`` of them are computed, all by default."""
+        reads, writes = slots.reads.tolist(), slots.writes.tolist()
+        mine = writes[: len(spans)]
+        assert len(set(mine)) == len(mine), "two rows write one slot"
+        assert SENTINEL not in {*mine, *reads[: len(spans)]}
+        assert {*reads[len(spans) :], *writes[len(spans) :]} <= {SENTINEL}
+        before = self.memory.words.copy()
+        self.memory.words[writes] = NOISE
+        for row, (text, start, end) in list(enumerate(spans))[:num_rows]:
+            state = self.memory.read(reads[row])
+            assert state.tolist() == text.state(start).tolist(), (text.id, start)
+            for token in text.tokens[start:end]:
+                state = mix(state, token)
+            self.memory.write(writes[row], state)
+        others = np.setdiff1d(np.arange(self.states.num_slots), writes)
+        assert (self.memory.words[others] == before[others]).all()
+
+    def drain(self):
+        while self.driver.queue:
+            self.driver.queue.popleft()()
+
+    def land(self, *, is_told=True):
+        """The oldest launched step; its work is done by then. Not ``is_told``: nobody calls ``update``."""
+        plan = self.launched.popleft()
+        if is_told:
             self.dispatcher.update(plan, None)
-            for text, count in rows:
-                text.committed += count
 
-    def leave(self, which, *, returns=False):
-        if which < len(self.live):
-            text = self.live.pop(which)
-            self.dispatcher.free(text.id)
-            self.dispatcher.free(text.id)  # twice is once
-            if returns:
-                self.admit(Text(text.id, text.tokens))
+    def leave(self, which):
+        text = self.live.pop(which)
+        self.dispatcher.free(text.id)
+        self.dispatcher.free(text.id)  # 15: twice is once
+        return text
 
     def check(self):
-        """The state that the newest launched step left is that of the tokens so far."""
-        states = self.states
-        assert states.available() == NUM_SEATS - len(self.live)
-        newest = {}
-        for plan, rows in self.launched:
-            slots = states.slots(plan) if plan in states._in_flight else None
-            for row, (text, _) in enumerate(rows):
-                if slots is not None and text in self.live:
-                    newest[text.id] = int(slots.writes[row])
+        """The stream has come to its end: fronts hold what the sequential reference has."""
+        self.drain()
         for text in self.live:
-            if text.id in newest:
-                assert self.model.at(newest[text.id]).tolist() == reference(text.tokens[: text.scheduled])
+            found = self.memory.read(self.states.front(text.id))
+            assert found.tolist() == text.state(text.scheduled).tolist(), text.id
 
-    def finish(self):
-        """Run everybody to the end, one step after the other, and compare."""
+    def close(self):
+        """15: every count is what it was, and the memory is given back."""
+        while self.live:
+            self.leave(-1)
         while self.launched:
-            self.commit()
-        while any(text.scheduled < len(text.tokens) for text in self.live):
-            self.step([3] * NUM_SEATS, None)
-            self.check()
-            self.commit()
-        ends = {}
-        for text in self.live:
-            plan = plan_of(self.number, [(text, 1)])
-            self.number += 1
-            txn = Txn()
-            self.dispatcher.prepare(plan, txn)
-            ends[text.id] = self.model.at(int(self.states.slots(plan).reads[0])).tolist()
+            self.land()
+        self.drain()
+        stats = self.states.stats()
+        assert stats["available"] == stats["capacity"] == self.slots.available()
+        assert (stats["used"], stats["open_steps"]) == (0, 0)
+        del self.memory
+        self.dispatcher.close()
+        self.dispatcher.close()
+        assert self.ledger.accounted_bytes == 0
+        assert self.host.close() == ()
+
+
+TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+COUNTS = st.lists(st.integers(0, 4), min_size=NUM_SEATS, max_size=NUM_SEATS)
+
+
+class StatesMachine(RuleBasedStateMachine):
+    """13, 15, 36, 45: any interleaving of arrivals, chunks, failures, suspensions and steps that land late."""
+
+    def __init__(self):
+        super().__init__()
+        self.world = World()
+
+    @rule(tokens=TOKENS)
+    def arrives(self, tokens):
+        self.world.arrive(tokens)
+
+    @rule(tokens=TOKENS)
+    def arrives_in_a_step_that_is_taken_back(self, tokens):
+        txn, world = Txn(), self.world
+        if isinstance(world.admit(Text("taken back", tokens), txn), dict):
+            world.prepare([(world.live[-1], 1)], txn)
             txn.rollback()
-            assert ends[text.id] == reference(text.tokens)
+            world.live.pop()
+
+    @precondition(lambda self: len(self.world.launched) < 2)
+    @rule(counts=COUNTS, num_pads=st.integers(0, 3), announce=st.booleans())
+    def step(self, counts, num_pads, announce):
+        self.world.step(counts, num_pads=num_pads, announce=announce)
+
+    @rule(counts=COUNTS)
+    def prepared_and_taken_back(self, counts):
+        txn = Txn()
+        self.world.prepare(self.world.rows(counts), txn)
+        txn.rollback()
+
+    @rule(counts=COUNTS, num_rows=st.integers(0, NUM_SEATS))
+    def launch_fails(self, counts, num_rows):
+        self.world.failing_step(counts, num_rows=num_rows)
+
+    @precondition(lambda self: self.world.launched)
+    @rule(is_told=st.booleans())
+    def lands(self, is_told):
+        self.world.land(is_told=is_told)
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data(), returns=st.booleans())
+    def leaves(self, data, returns):
+        """Cancelled or suspended, perhaps with a step in flight; who returns computes its text from the start."""
+        text = self.world.leave(data.draw(st.integers(0, len(self.world.live) - 1)))
+        if returns:
+            self.world.admit(text)
+
+    @rule()
+    def the_stream_comes_to_its_end(self):
+        self.world.check()
+
+    @invariant()
+    def books_balance(self):
+        states = self.world.states
+        assert states.available() + len(self.world.live) == states.capacity() == NUM_SEATS
+        fronts = [states.front(text.id) for text in self.world.live]
+        assert len(set(fronts)) == len(fronts)
+        assert SENTINEL not in fronts
+
+    def teardown(self):
+        self.world.check()
+        self.world.close()
 
 
-@settings(max_examples=200)
-@given(ACTS, st.integers(0, 2))
-def test_every_text_ends_in_the_state_of_its_tokens(acts, lookahead_steps):
-    bench = Bench(lookahead_steps)
-    for name, *given_ in acts:
-        match name:
-            case "arrive":
-                bench.arrive(*given_)
-            case "step":
-                bench.step(*given_)
-            case "take back":
-                bench.take_back(*given_)
-            case "commit":
-                bench.commit()
-            case "leave":
-                bench.leave(*given_)
-            case "return":
-                bench.leave(*given_, returns=True)
-        bench.check()
-    bench.finish()
-    for text in list(bench.live):
-        bench.leave(0)
-        assert text not in bench.live
-    assert bench.states.available() == bench.states.capacity() == NUM_SEATS
+StatesMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
+TestEveryTextHasItsState = StatesMachine.TestCase
 
 
 def test_ten_thousand_steps_leave_nothing_behind():
-    """14, 15: seats and steps in flight are what they were, whoever came and went."""
-    bench = Bench(1)
-    rng = np.random.default_rng(1)
+    """14, 15: seats and steps are what they were at the start, whoever came and went; most steps land one behind."""
+    world, rng = World(), np.random.default_rng(1)
     for _ in range(10_000):
-        if rng.random() < 0.1:
-            bench.arrive(rng.integers(0, 9, rng.integers(1, 30)).tolist())
-        bench.step(rng.integers(0, 4, NUM_SEATS).tolist(), None)
-        if rng.random() < 0.7:
-            bench.commit()
-        if bench.live and rng.random() < 0.08:
-            bench.leave(int(rng.integers(len(bench.live))))
-        bench.check()
-    while bench.live:
-        bench.leave(0)
-    assert bench.states.stats()["available"] == NUM_SEATS
-    assert not bench.states._in_flight
+        draw = rng.random()
+        if draw < 0.15:
+            world.arrive(rng.integers(0, 9, rng.integers(1, 30)).tolist())
+        elif draw < 0.2:
+            world.failing_step(rng.integers(0, 4, NUM_SEATS).tolist(), num_rows=int(rng.integers(NUM_SEATS)))
+        world.step(rng.integers(0, 4, NUM_SEATS).tolist())
+        if len(world.launched) > 1:
+            world.land(is_told=rng.random() < 0.95)
+        if world.live and rng.random() < 0.1:
+            text = world.leave(int(rng.integers(len(world.live))))
+            if rng.random() < 0.3:
+                world.admit(text)
+        if rng.random() < 0.5:
+            world.check()
+        assert len(world.states._open) <= 1
+    world.close()
 
 
-def test_padding_touches_nobody():
-    """36: slots of sequences are never the sentinel, whatever runs."""
-    bench = Bench(0)
-    for tokens in ([1], [2], [3]):
-        bench.arrive(tokens)
-    before = bench.model.view[1:].copy()
-    plan = StepPlan.of(0, [])
-    bench.dispatcher.prepare(plan, Txn())
-    bench.model.run(plan, [])
-    assert (bench.model.view[1:] == before).all()
-    bench.step([1, 1, 1], None)
-    slots = bench.states.slots(bench.launched[0][0])
-    assert SENTINEL not in {*slots.reads.tolist(), *slots.writes.tolist()}
+def test_a_step_ahead_reads_what_the_one_in_flight_writes():
+    world = World()
+    world.arrive(range(9))
+    seen = []
+    for _ in range(3):
+        txn, rows = Txn(), world.rows([2])
+        plan = world.prepare(rows, txn)
+        slots = world.states.slots(plan)
+        seen.append((int(slots.reads[0]), int(slots.writes[0])))
+        world.launch(plan, rows, 0)
+        txn.commit()
+        rows[0][0].scheduled += 2
+        world.launched.append(plan)
+    (first, second), *later = seen
+    assert later == [(second, first), (first, second)]
+    world.check()
+    world.close()
 
 
-def test_a_seat_starts_from_zeros_whatever_it_held():
-    bench = Bench(0)
-    bench.model.view[:] = 0xAA
-    bench.arrive([1, 2])
-    bench.step([1, 0, 0], None)
-    bench.check()
-    bench.commit()
-    bench.leave(0)
-    bench.arrive([5, 6, 7])
-    bench.finish()
+def test_the_same_step_is_run_again_after_a_failure():
+    """45: the second try finds what the first one found, at the same places."""
+    world = World()
+    world.arrive([1, 2, 3])
+    world.arrive([4, 5, 6])
+    world.step([2, 1])
+    for num_rows in (0, 1, 2):
+        world.failing_step([1, 2], num_rows=num_rows)
+    world.step([1, 2])
+    world.check()
+    world.close()
+
+
+def test_whoever_sits_down_while_a_step_is_in_flight_starts_from_zeros():
+    """The cancelled sequence's kernel still writes its slots, before the zeros of the next; landing changes nobody."""
+    for num_before in (0, 1):  # the kernel writes either slot of the seat
+        world = World(num_seats=1)
+        world.arrive([1, 2, 3])
+        for _ in range(num_before + 1):
+            world.step([1])
+        world.leave(0)
+        world.arrive([7, 8])
+        world.land()
+        world.step([1])
+        world.check()
+        world.close()
+
+
+def test_an_open_step_of_the_last_owner_spares_the_next():
+    """Cancelled between ``prepare`` and the launch: what is written late goes where the new front is not."""
+    for num_before in (0, 1):
+        world = World(num_seats=1)
+        world.arrive([1, 2, 3])
+        for _ in range(num_before):
+            world.step([1])
+        txn, rows = Txn(), world.rows([1])
+        plan = world.prepare(rows, txn)
+        slots = world.states.slots(plan)
+        world.leave(0)
+        world.arrive([7, 8])
+        world.drain()
+        world.memory.words[slots.writes] = NOISE
+        txn.commit()
+        world.dispatcher.update(plan, None)
+        world.check()
+        world.step([1])
+        world.check()
+        world.close()
+
+
+def test_an_undo_does_not_touch_one_of_the_same_name():
+    world, txn = World(), Txn()
+    world.admit(Text("a", [1, 2]), txn)
+    world.leave(0)
+    world.admit(Text("a", [3, 4]))
+    txn.rollback()
+    world.step([1])
+    world.check()
+    world.close()
+
+
+def test_padding_is_of_the_sentinel_and_never_fewer_rows():
+    """36: a step of padding alone writes nothing but the sentinel."""
+    world = World()
+    world.arrive([1])
+    txn = Txn()
+    plan = world.prepare([], txn)
+    slots = world.states.slots(plan, 4)
+    assert slots.reads.tolist() == slots.writes.tolist() == [SENTINEL] * 4
+    assert slots.reads.dtype == slots.writes.dtype == np.int32
+    plan = world.prepare(world.rows([1]), txn)
+    assert len(world.states.slots(plan, 1).reads) == 1
+    with pytest.raises(ResourceError, match="has 1 rows, more than 0"):
+        world.states.slots(plan, 0)
+    txn.rollback()
+    world.close()
+
+
+def refused(made, told, *items, drafts=None):
+    plan = StepPlan.of(0, items)
+    if drafts is not None:
+        arrays = {"starts": plan.starts, "counts": plan.counts, "samples": plan.samples}
+        plan = StepPlan.build(0, plan.request_ids, **arrays, drafts=np.array(drafts, np.int64))
+    before = made.states.stats()
+    with pytest.raises(ResourceError, match=told):
+        made.states.prepare(plan, Txn())
+    assert made.states.stats() == before
 
 
 def test_what_makes_no_sense_is_refused_before_anything_changes():
-    bench = Bench(0)
-    bench.arrive([1, 2, 3])
-    text, states = bench.live[0], bench.states
-
-    def refused(plan, told):
-        with pytest.raises(ResourceError, match=told):
-            bench.dispatcher.prepare(plan, Txn())
-
-    item = StepItem(request_id=text.id, start=0, count=1, samples=False)
-    refused(StepPlan.of(0, [item, item]), "twice")
-    refused(StepPlan.of(0, [StepItem(request_id=text.id, start=1, count=1, samples=False)]), "taken in 0")
-    arrays = {"starts": np.zeros(1, np.int64), "counts": np.ones(1, np.int64), "samples": np.zeros(1, np.bool_)}
-    refused(StepPlan.build(0, [text.id], **arrays, drafts=np.ones(1, np.int64)), "drafts")
-    bench.step([1, 0, 0], None)
-    refused(plan_of(9, [(text, 1)]), "more than 1 steps")
-    with pytest.raises(ResourceError, match="no state"):
-        states.prepare(StepPlan.of(0, [StepItem(request_id="?", start=0, count=1, samples=False)]), Txn())
-    view = ProbeRequest(id="late", num_prompt_tokens=3, num_computed_tokens=2, max_total_tokens=4)
-    with pytest.raises(ResourceError, match="its state is not kept"):
-        bench.dispatcher.admit(view)
-    assert states.available() == NUM_SEATS - 1
-    bench.check()
+    made = make()
+    made.dispatcher.admit(Ask("a", [1, 2, 3]))
+    refused(made, "twice", item("a", 0, 1), item("a", 0, 1))
+    refused(made, "taken in 0", item("a", 1, 1))  # as if a prefix had been found for it
+    refused(made, "taken in 0", item("a", 0, 0))
+    refused(made, "states of drafts are not kept", item("a", 0, 3), drafts=[2])
+    refused(made, "has no state", item("?", 0, 1))
+    txn, plan = Txn(), StepPlan.of(1, [item("a", 0, 1)])
+    made.states.prepare(plan, txn)
+    refused(made, "whose transaction is open", item("a", 1, 1))
+    txn.commit()
+    refused(made, "taken in 1", item("a", 0, 1))
+    with pytest.raises(ResourceError, match="not prepared"):
+        made.states.slots(plan)
+    with pytest.raises(ResourceError, match="admitted twice"):
+        made.states.admit(Ask("a", [1]), Txn())
+    with pytest.raises(ResourceError, match="without any"):
+        make(of=layout(group("full", kind=KVGroupKind.FULL, num_bytes=512)))
 
 
-def test_the_second_slots_are_claimed_and_the_whole_is_booked():
-    states, _ = make(num_seats=4, lookahead_steps=1)
-    limits = Limits(max_seq_len=8, max_batch_size=4, max_num_tokens=8, max_logits_rows=4, lookahead_steps=1)
-    (claim,) = states.claims(limits)
-    assert claim.cost.bytes + 4 * states.slot_bytes == states.num_slots * states.slot_bytes == states.buffer.size_bytes
-    states.close()
-    states.close()
-    with pytest.raises(ResourceError, match="closed"):
-        states.prepare(StepPlan.of(0, []), Txn())
+def test_a_plan_whose_rows_have_no_drafts_is_prepared():
+    made = make()
+    made.dispatcher.admit(Ask("a", [1, 2, 3]))
+    plan = StepPlan.of(0, [item("a", 0, 2)])
+    arrays = {"starts": plan.starts, "counts": plan.counts, "samples": plan.samples}
+    made.states.prepare(StepPlan.build(0, ["a"], **arrays, drafts=np.zeros(1, np.int64)), Txn())
 
 
-def test_a_grant_is_one_state():
-    states, dispatcher = make()
-    view = ProbeRequest(id="a", num_prompt_tokens=2, max_total_tokens=3)
-    assert states.remaining(view) == states.lifetime_need(view) == 1
-    assert dispatcher.admit(view)["states"] == Grant(units=1)
-    assert states.remaining(view) == 0
+def test_nobody_starts_in_the_middle_but_the_stand_ins_of_a_probe():
+    """41: what the stand-in held is given back."""
+    made = make()
+    with pytest.raises(ResourceError, match="start at token 2, and its state is not kept"):
+        made.dispatcher.admit(Ask("a", [1, 2, 3], num_computed_tokens=2))
+    assert made.states.available() == made.slots.available() == NUM_SEATS
+    probe = ProbeRequest(id="probe", num_prompt_tokens=1, num_computed_tokens=1, max_total_tokens=3)
+    with made.dispatcher.holding([probe]):
+        txn = Txn()
+        made.dispatcher.prepare(StepPlan.of(0, [item("probe", 1, 1)]), txn)
+        txn.rollback()
+    assert made.states.available() == NUM_SEATS
+
+
+def test_a_grant_is_one_state_and_the_next_waits():
+    made = make(num_seats=1)
+    request = Ask("a", [1])
+    assert made.states.remaining(request) == made.states.lifetime_need(request) == 1
+    assert made.dispatcher.admit(request)["states"] == Grant(units=1)
+    assert made.states.remaining(request) == 0
+    assert isinstance(made.dispatcher.admit(Ask("b", [1])), Deferral)
+    assert made.dispatcher.refusals(Ask("b", [1])) == ()
+
+
+def test_what_the_layout_prices_and_what_is_claimed_is_all_that_is_taken():
+    made = make(num_seats=4)
+    limits = Limits(max_seq_len=8, max_batch_size=4, max_num_tokens=8, max_logits_rows=4)
+    (claim,) = made.states.claims(limits)
+    prices = [one for one in group_prices(LAYOUT, limits=limits, unit=16) if one.kind is KVGroupKind.STATE]
+    assert claim.cost.bytes + sum(price.used_bytes(0) for price in prices) == made.states.buffer.size_bytes
+    (entry,) = made.ledger.snapshot().entries
+    assert (entry.line, entry.requested_bytes) == (LineKind.KV, made.states.stats()["num_bytes"])
+
+
+def test_arrays_are_seen_by_the_names_of_the_layout():
+    made = make()
+    made.dispatcher.admit(Ask("a", [1]))
+    slot, memory = made.states.front("a"), Memory(made.states)
+    ssm, conv = (made.states.tensor("state-1", name) for name in ("ssm", "conv"))
+    other = made.states.tensor("state-2", "ssm")
+    assert (ssm.shape, conv.shape, other.shape) == ((7, 1, 2, 2), (7, 1, 4), (7, 1, 10))
+    ssm[slot], conv[slot], other[slot] = 1.0, 2.0, 3.0
+    raw = memory.words[slot].tobytes()
+    assert np.frombuffer(raw, np.float32, 4).tolist() == [1.0] * 4
+    assert np.frombuffer(raw, np.uint16, 4, offset=16).tolist() == [0x4000] * 4  # 2.0 in bfloat16
+    assert np.frombuffer(raw, np.float32, 10, offset=256).tolist() == [3.0] * 10
+    assert not memory.words[np.arange(7) != slot].any()
+    for names in (("state-1", "k"), ("full", "ssm")):
+        with pytest.raises(ResourceError, match="no group"):
+            made.states.tensor(*names)
+    with pytest.raises(BufferInUse):
+        made.states.close()
+    del ssm, conv, other
+    made.states.close()
+
+
+def test_closed_means_closed():
+    made = make()
+    made.dispatcher.admit(Ask("a", [1]))
+    made.dispatcher.close()
+    made.dispatcher.close()
+    assert made.ledger.accounted_bytes == 0
+    made.states.free("a")
+    for call in (
+        lambda: made.states.admit(Ask("b", [1]), Txn()),
+        lambda: made.states.prepare(StepPlan.of(0, []), Txn()),
+        lambda: made.states.buffer,
+    ):
+        with pytest.raises(ResourceError, match="closed"):
+            call()
+
+
+def test_without_memory_there_is_no_manager_and_nothing_is_left():
+    host = HostDriver(4 * MiB)
+    fault = FaultDriver(host)
+    for calls, error in ((frozenset({"mem_alloc"}), BufferOOM), (frozenset({"fill"}), DriverError)):
+        fault.arm(1, calls=calls, forever=True)
+        with pytest.raises(error):
+            make(fault)
+    fault.arm(None)
+    assert host.close() == ()
+
+
+def test_an_admission_whose_zeros_fail_takes_nothing():
+    """13: the seat is free again, and the next one gets it clean."""
+    fault = FaultDriver(HostDriver(4 * MiB))
+    made = make(fault)
+    before = made.states.stats()
+    fault.arm(1, calls=frozenset({"fill"}))
+    with pytest.raises(DriverError):
+        made.dispatcher.admit(Ask("a", [1]))
+    assert made.states.stats() == before
+    assert made.slots.available() == NUM_SEATS
+    assert isinstance(made.dispatcher.admit(Ask("a", [1])), dict)

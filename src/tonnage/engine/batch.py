@@ -32,8 +32,9 @@ class Batch:
         """Ascending."""
         return np.flatnonzero(self._is_live)
 
-    def add(self, request: Request) -> None:
-        """``request.slot`` starts to run, from its first token that is not computed."""
+    def add(self, request: Request, *, is_loading: bool = False) -> None:
+        """``request.slot`` starts to run, from its first token that is not computed; one that loads once it has been
+        told to ``start``."""
         slot = request.slot
         self.requests[slot], self._ids[slot] = request, request.id
         self.known[slot] = len(request.token_ids)
@@ -46,6 +47,9 @@ class Batch:
             stop_ids=request.stop_ids,
             num_prompt_tokens=request.num_prompt_tokens,
         )
+        self._is_live[slot] = not is_loading
+
+    def start(self, slot: int) -> None:
         self._is_live[slot] = True
 
     def remove(self, request: Request) -> None:

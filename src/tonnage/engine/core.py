@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -19,19 +18,20 @@ from tonnage.engine.faults import culprit, release_frames
 from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.outcome import Outcome
 from tonnage.engine.refusals import refuse_impossible
-from tonnage.engine.request import Completion, Finish, OnDelta, Progress, Request
-from tonnage.engine.retry import Care, Failed
+from tonnage.engine.request import Completion, Finish, OnDelta, Progress, Request, prompt_ids
+from tonnage.engine.retry import Care, Failed, told
 from tonnage.engine.runtime import Runtime
 from tonnage.engine.scheduler import Scheduled, Scheduler
-from tonnage.engine.stops import TextStream
 from tonnage.engine.text import Message, Text
-from tonnage.errors import InputError, RequestRefused, TonnageError, UserError
+from tonnage.errors import InputError, RequestRefused, UserError
 from tonnage.report import RunResult, StageRecord
+from tonnage.resources.cache_events import OnEvents
+from tonnage.resources.gate import Gate
+from tonnage.resources.pins import PinHandle
 from tonnage.sampling import SamplingParams
 from tonnage.step import Txn, Veto
 from tonnage.terms import MemoryPlan
 
-DEFAULT_MAX_TOKENS = 128
 #: Time between two looks at the process's memory, which also make the heap give back what it keeps: a few milliseconds.
 SETTLE_EVERY_NS = 500 * 10**6
 
@@ -50,24 +50,24 @@ class Engine:
         self.stages = tuple(stages)
         self.observe: OnEvent | None = None
         self._runtime = runtime
+        kv, chunking, self._cache = runtime.managers.kv, runtime.chunking, runtime.managers.kv.cache
         self._scheduler = Scheduler(
             runtime.managers.dispatcher,
             runtime.managers.slots,
             runtime.managers.admission,
+            Gate.of(self.plan, kv, beside_decodes=chunking.beside_decodes),
             max_num_tokens=self.plan.limits.max_num_tokens,
-            block_tokens=runtime.managers.kv.block_tokens,
-            chunking=runtime.chunking,
-            memory_managers=frozenset({runtime.managers.kv.name}),
-            on_admit=lambda request: self._event(EventKind.ADMITTED, request),
-            on_suspend=lambda request: self._event(EventKind.SUSPENDED, request),
+            block_tokens=kv.block_tokens,
+            chunking=chunking,
+            memory_managers=frozenset({kv.name}),
+            on_event=self._event,
         )
         self._may_retry = all(manager.rerunnable for manager in runtime.managers.dispatcher.managers)
         self._ids: set[str] = set()
         self._done: deque[Request] = deque()
         self._completions: list[Completion] = []
         self._counts = dict.fromkeys(Finish, 0)
-        self._num_waited = self._prompt_tokens = self._generated_tokens = 0
-        self._num_steps = 0
+        self._num_waited = self._prompt_tokens = self._generated_tokens = self._cached_tokens = self._num_steps = 0
         self._culprits: Counter[str] = Counter()
         self._care = Care(max_num_tokens=self.plan.limits.max_num_tokens)
         self._in_step = threading.Lock()
@@ -88,31 +88,13 @@ class Engine:
     ) -> Request:
         """A request for one sample, from exactly one of a text, a conversation, or token ids; not submitted yet.
 
-        ``max_tokens`` left out is ``DEFAULT_MAX_TOKENS``, or what max_seq_len leaves after the prompt if that is less.
         ``params.n`` is the caller's to expand: one request each, with seeds of its own.
 
         Raises ``RequestRefused`` for one that can never be served, ``InputError`` for one that makes no sense.
         """
-        if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
-            raise InputError(f"Request {id!r} must give exactly one of prompt, messages, token_ids")
+        ids = prompt_ids(id, self.text, prompt=prompt, messages=messages, token_ids=token_ids)
         params = params or SamplingParams()
-        if messages is not None:
-            ids = self.text.encode_chat(messages)
-        else:
-            ids = self.text.encode(prompt) if prompt is not None else list(token_ids or ())
-        room = self.plan.limits.max_seq_len - len(ids)
-        own_stops = frozenset() if params.ignore_eos else self.text.stop_ids
-        request = Request(
-            id=id,
-            token_ids=ids,
-            num_prompt_tokens=len(ids),
-            max_tokens=params.max_tokens or max(1, params.min_tokens, min(DEFAULT_MAX_TOKENS, room)),
-            params=params,
-            stop_ids=own_stops | frozenset(params.stop_token_ids),
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            on_delta=on_delta,
-            stream=TextStream(self.text, params) if on_delta is not None or params.stop else None,
-        )
+        request = Request.of(id, ids, params, text=self.text, limits=self.plan.limits, on_delta=on_delta)
         try:
             refuse_impossible(
                 request,
@@ -144,6 +126,23 @@ class Engine:
                 request.finish = request.finish or Finish.CANCELLED
                 self._done.append(request)
 
+    def pin(self, request_id: str) -> PinHandle:
+        """Keep what is computed of a running request cached until the handle is closed, though it ends before.
+
+        Raises ``InputError`` if no such request runs.
+        """
+        if request_id not in self._scheduler.running:
+            raise InputError(f"No request {request_id!r} is running", remedy="pin it while it runs")
+        with deferred_interrupts():
+            return self._runtime.managers.kv.pin(request_id)
+
+    def subscribe_cache(self, callback: OnEvents) -> Callable[[], None]:
+        """Tell ``callback`` of every block that enters or leaves the prefix cache, after the step in which it did.
+
+        Returns what ends that. A callback that raises is dropped; it must not call back into the engine.
+        """
+        return self._cache.events.subscribe(callback)
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @property
@@ -151,7 +150,7 @@ class Engine:
         return bool(self._done or self._completions or self._scheduler.num_running or self._scheduler.num_waiting)
 
     def step(self) -> list[Completion]:
-        """One forward over whatever is due; returns the requests that ended since the last call.
+        """One forward over whatever is due, or a wait for a load; returns the requests that ended since the last call.
 
         A step that runs out of memory is rolled back and tried once more, smaller, and counted as a defect. Any other
         failure, or a second one, fails the requests of that step, and the engine goes on.
@@ -163,6 +162,7 @@ class Engine:
             try:
                 self.ledger.step(self._num_steps)
                 self._step()
+                self._cache.events.flush()
             finally:
                 self._serving_ns += time.monotonic_ns() - began
             self._complete_all()
@@ -183,6 +183,8 @@ class Engine:
             self._in_step.release()
 
     def _step(self) -> None:
+        self._cache.begin_step()
+        self._load(self._scheduler.start_loaded)
         failed = self._attempt(self._care.next_limit(), is_last=False)
         if failed is not None:
             # Out here the exception and its frames are gone, and with them the tensors of the failed step.
@@ -199,13 +201,12 @@ class Engine:
         """One transaction. Returns what failed if it may be tried again, unless this ``is_last``."""
         txn = Txn()
         scheduled: Scheduled | None = None
+        outcome: Outcome | None = None
         try:
             scheduled = self._scheduler.schedule(txn, max_tokens=max_tokens)
-            if scheduled is None:
-                txn.rollback()
-                return None
-            self._runtime.managers.dispatcher.prepare(scheduled.plan, txn)
-            outcome = self._runtime.launch(scheduled, self._scheduler.batch)
+            if scheduled is not None:
+                self._runtime.managers.dispatcher.prepare(scheduled.plan, txn)
+                outcome = self._runtime.launch(scheduled, self._scheduler.batch)
         except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a manager raises, the loop serves on
             txn.rollback()
             return self._contain(scheduled, error, max_tokens, is_last=is_last)
@@ -214,10 +215,28 @@ class Engine:
             raise
         txn.commit()
         try:
-            self._commit(scheduled, outcome)
+            self._load(self._runtime.managers.dispatcher.committed)
+            if scheduled is not None and outcome is not None:
+                self._commit(scheduled, outcome)
+            elif self._scheduler.loading and not self._done:  # nothing else to do
+                self._load(self._runtime.managers.dispatcher.wait_loaded)
         except Exception as error:  # noqa: BLE001 - a manager that cannot move on takes its step with it, not the loop
             self._fail_step(scheduled, error)
         return None
+
+    def _load(self, action: Callable[[], None]) -> None:
+        """Do what a load may make fail: whoever loads then computes all by itself. It is raised if nobody does."""
+        try:
+            action()
+        except Exception as error:
+            loading = list(self._scheduler.loading.values())
+            if not loading:
+                raise
+            for request in loading:
+                if request.params.cache.reuse:
+                    self._scheduler.give_up_loading(request.id)
+                else:
+                    self._fail(request.id, f"its cached tokens could not be loaded: {told(error)}")
 
     def _contain(self, scheduled: Scheduled | None, error: Exception, limit: int, *, is_last: bool) -> Failed | None:
         """Out of memory is tried again smaller, a veto as it was: nothing was launched. The rest fails its requests."""
@@ -278,19 +297,18 @@ class Engine:
         """The step's requests end with the error. Without a plan whoever was being admitted does, or nothing would
         move; of a step that was vetoed twice its last row, the newest, and the others are tried without it.
         """
-        told = str(error) if isinstance(error, TonnageError) else f"{type(error).__name__}: {error}"
         if scheduled is not None:
             failing = list(scheduled.plan.request_ids)[-1 if isinstance(error, Veto) else 0 :]
         else:
             suspect = self._scheduler.admitting or self._scheduler.head()
             failing = [suspect.id] if suspect is not None else []
         for request_id in failing:
-            self._fail(request_id, f"the step failed: {told}")
+            self._fail(request_id, f"the step failed: {told(error)}")
 
-    def _fail(self, request_id: str, told: str) -> None:
+    def _fail(self, request_id: str, reason: str) -> None:
         request = self._scheduler.remove(request_id)
         if request is not None:
-            request.finish, request.error = Finish.ERROR, told
+            request.finish, request.error = Finish.ERROR, reason
             self._done.append(request)
 
     def _complete_all(self) -> None:
@@ -308,6 +326,7 @@ class Engine:
         self._ids.discard(request.id)
         self._counts[request.finish] += 1
         self._num_waited += request.waited
+        self._cached_tokens += request.num_cached_tokens
         if request.finish in (Finish.STOP, Finish.LENGTH):
             self._runtime.managers.admission.finished(request.num_generated_tokens)
         self._event(EventKind.ENDED, request)
@@ -344,10 +363,12 @@ class Engine:
             num_finished=sum(self._counts.values()),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            kv_used_tokens=kv.pool.num_used * kv.block_tokens,
+            kv_used_tokens=kv.num_used * kv.block_tokens,
             kv_total_tokens=kv.capacity() * kv.block_tokens,
             generated_tokens=self._generated_tokens,
             num_suspensions=self._scheduler.num_suspensions,
+            num_loading=len(self._scheduler.loading),
+            cached_prompt_tokens=self._cached_tokens,
         )
 
     def result(self) -> RunResult:

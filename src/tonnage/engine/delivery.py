@@ -100,4 +100,5 @@ def completion_of(request: Request, text: Text) -> Completion:
         error=request.error,
         waited=request.waited,
         num_suspended=request.num_suspended,
+        num_cached_tokens=request.num_cached_tokens,
     )

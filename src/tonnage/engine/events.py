@@ -13,7 +13,8 @@ from tonnage.step import StepPlan
 class EventKind(StrEnum):
     ARRIVED = "arrived"  # accepted into the queue
     REFUSED = "refused"  # can never be served
-    ADMITTED = "admitted"  # starts, or starts again, to run
+    ADMITTED = "admitted"  # starts, or starts again, to run; first it loads what of it lies on the host
+    WITHDRAWN = "withdrawn"  # its admission was rolled back with its step; it waits again
     SUSPENDED = "suspended"  # gave its memory up; computed again later
     COMPUTED = "computed"  # one row of a committed step: tokens [start, start + count)
     ENDED = "ended"
@@ -25,7 +26,8 @@ class Event:
     """``step`` counts committed steps. The fields that a kind does not speak of keep their defaults.
 
     num_prompt_tokens, max_tokens, priority   ARRIVED and REFUSED
-    num_known_tokens                          ADMITTED, SUSPENDED, ENDED: prompt and output so far
+    num_known_tokens                          ADMITTED, WITHDRAWN, SUSPENDED, ENDED: prompt and output so far
+    num_cached_tokens                         ADMITTED: so many of them are in the cache, its rows start behind them
     start, count                              COMPUTED
     finish                                    ENDED
     """
@@ -37,6 +39,7 @@ class Event:
     max_tokens: int = 0
     priority: int = 0
     num_known_tokens: int = 0
+    num_cached_tokens: int = 0
     start: int = 0
     count: int = 0
     finish: Finish | None = None
@@ -55,6 +58,7 @@ def event_of(kind: EventKind, request: Request, *, step: int) -> Event:
         max_tokens=request.max_tokens,
         priority=request.priority,
         num_known_tokens=len(request.token_ids),
+        num_cached_tokens=request.num_computed_tokens if kind is EventKind.ADMITTED else 0,
         finish=request.finish,
     )
 

@@ -12,7 +12,7 @@ from tonnage.engine.managers import Managers
 from tonnage.engine.request import Request
 from tonnage.engine.sampling import SamplingRows
 from tonnage.engine.scheduler import Scheduled
-from tonnage.resources.block_pool import Ids
+from tonnage.resources.mover import Ids
 from tonnage.resources.penalties import PenaltyTensors
 from tonnage.step import Ints, StepPlan
 

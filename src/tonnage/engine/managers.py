@@ -6,12 +6,43 @@ from dataclasses import dataclass
 
 from tonnage.buffers import BufferManager
 from tonnage.config import ADMISSION_POLICIES, Limits
+from tonnage.layout import KVLayout
 from tonnage.resources.admission import ADMISSIONS, Admission
-from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.cache import BlockCache
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager
+from tonnage.resources.mover import Mover
 from tonnage.resources.penalties import PenaltyTables
 from tonnage.resources.slots import SlotManager
+from tonnage.resources.transfers import TransferBudget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStore:
+    """The slabs that a KV manager hands out: ``num_slots`` of them, the first ``head_slots`` kept for scratch and lent
+    meanwhile, and who moves them. Without a ``mover`` there are no bytes, or none that are worth keeping."""
+
+    layout: KVLayout
+    num_slots: int
+    head_slots: int = 0
+    num_host_slots: int = 0
+    mover: Mover | None = None
+    budget: TransferBudget | None = None
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.groups[0].block_tokens
+
+    def cache(self, *, reuse: bool) -> BlockCache:
+        return BlockCache(
+            self.layout.groups,
+            num_slots=self.num_slots,
+            head_slots=self.head_slots,
+            num_host_slots=self.num_host_slots,
+            mover=self.mover,
+            budget=self.budget,
+            reuse=reuse,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +59,8 @@ class Managers:
     def make(
         cls,
         limits: Limits,
+        store: BlockStore,
         *,
-        num_blocks: int,
-        block_tokens: int,
         vocab_size: int,
         admission: str | None,
         buffers: BufferManager,
@@ -40,11 +70,12 @@ class Managers:
         policy = ADMISSIONS[admission or ADMISSION_POLICIES[0]]()
         slots = SlotManager(limits.max_batch_size)
         kv = KVManager(
-            BlockPool(num_blocks),
-            block_tokens=block_tokens,
+            store.cache(reuse=limits.prefix_caching),
+            block_tokens=store.block_tokens,
             max_seq_len=limits.max_seq_len,
             max_batch_size=limits.max_batch_size,
             extra_tokens=limits.extra_tokens,
+            max_pending_tokens=limits.max_num_tokens,
             admission=policy,
             slots=slots,
         )

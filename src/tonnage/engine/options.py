@@ -13,6 +13,8 @@ from tonnage.units import round_up
 #: Prefill tokens in a step that also decodes, where nothing else was asked for. On a CPU a token costs the same in
 #: prefill and decode, so this many beside a batch of decodes make a step of about twice the time.
 TOKENS_BESIDE_DECODES = 64
+#: Of the time between two steps of a busy engine a small part, and still hundreds of megabytes on a fast link.
+TRANSFER_SLICE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,10 @@ class EngineOptions:
     step computes, but few in a step that also decodes, so that decodes are not held up. "none": prompts are not cut,
     and one longer than a step is refused.
 
+    ``scratch_head_bytes`` at the head of the KV pool, in whole blocks, are kept for scratch: running sequences never
+    take them for good, cached blocks borrow them. ``transfer_slice_s``: so many seconds of the link to the host may
+    the transfers of one step take.
+
     ``reference``: the plan is made by the reference policy with these knobs, not by ours; the engine is the same.
 
     ``fence`` makes that cap hard for the whole process: an allocation past it fails. Switch it off where the same
@@ -64,6 +70,8 @@ class EngineOptions:
     attention: str = "sdpa"
     chunk_tokens: int | Literal["none"] | None = None
     fence: bool = True
+    scratch_head_bytes: int = 0
+    transfer_slice_s: float = TRANSFER_SLICE_S
     reference: ReferenceKnobs | None = None
 
     @property
@@ -72,6 +80,13 @@ class EngineOptions:
         if self.reference is not None:
             return self.reference.tokens_per_block
         return self.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Host memory for evicted blocks, by whichever policy plans; 0: none."""
+        if self.reference is not None:
+            return self.reference.host_cache_bytes or 0
+        return self.knobs.host_kv_bytes.or_else(0)
 
     @property
     def kv_dtype(self) -> str | None:

@@ -24,8 +24,9 @@ from tonnage.engine.request import Request
 from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.site import ROUNDING_BYTES
 from tonnage.engine.tracker import StorageTracker
+from tonnage.layout import KVLayout
 from tonnage.resources.base import RequestView
-from tonnage.resources.block_pool import BlockPool
+from tonnage.resources.cache import BlockCache
 from tonnage.resources.kv import KVManager
 from tonnage.sampling import SamplingParams
 from tonnage.step import StepItem, StepPlan, Txn
@@ -35,11 +36,11 @@ from tonnage.units import round_up
 STAGES = ("prefill", "decode", "sampler")
 
 
-def trial_blocks(limits: Limits, *, block_tokens: int) -> int:
+def trial_blocks(limits: Limits, layout: KVLayout) -> int:
     """Blocks that the most demanding probe stage needs at once, as the manager itself counts them."""
     kv = KVManager(
-        BlockPool(1),
-        block_tokens=block_tokens,
+        BlockCache(layout.groups, num_slots=1, reuse=False),
+        block_tokens=layout.groups[0].block_tokens,
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
         extra_tokens=limits.extra_tokens,

@@ -16,6 +16,7 @@ def refuse_impossible(
     """Raises ``RequestRefused`` with the first reason why the request could never run."""
     _refuse_tokens(request, vocab_size)
     _refuse_length(request, limits, chunking)
+    _refuse_encoder(request, limits)
     _refuse_params(request, limits, vocab_size)
     for refusal in dispatcher.refusals(request):
         if refusal.manager == "penalties":
@@ -70,6 +71,17 @@ def _refuse_length(request: Request, limits: Limits, chunking: Chunking) -> None
             need=f"{prompt} tokens in one step",
             have=f"max_num_tokens = {limits.max_num_tokens}",
             remedy="start with chunked prefill, or with a larger --max-num-tokens",
+        )
+
+
+def _refuse_encoder(request: Request, limits: Limits) -> None:
+    if request.num_encoder_tokens > limits.max_encoder_tokens:
+        raise RequestRefused(
+            request.id,
+            f"Request {request.id!r} needs more of the encoder than a step computes",
+            need=f"{request.num_encoder_tokens} encoder tokens in one step",
+            have=f"max_encoder_tokens = {limits.max_encoder_tokens}",
+            remedy="send a smaller input, or start with a larger --max-encoder-tokens",
         )
 
 

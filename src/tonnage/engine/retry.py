@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tonnage.errors import TonnageError
+
 #: So many steps after one that ran out of memory are no larger than its second try.
 CAREFUL_STEPS = 32
 
@@ -17,6 +19,11 @@ class Failed:
     is_out_of_memory: bool = False
     too_long: tuple[str, ...] = ()
     told: str = ""
+
+
+def told(error: Exception) -> str:
+    """What a request that fails with the error says."""
+    return str(error) if isinstance(error, TonnageError) else f"{type(error).__name__}: {error}"
 
 
 class Care:

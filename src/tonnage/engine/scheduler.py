@@ -2,7 +2,12 @@
 
 Running decodes come first, one token each, so a long prompt never keeps them from their next token. What is left of
 the step's tokens goes to prefill chunks, which end on block boundaries: first of the sequences that run, then of
-those that wait, in the order of the queue. The queue is strict: if its head must wait, nobody goes before it.
+those that wait, in the order of the queue. The queue is strict: if its head must wait, nobody goes before it. What a
+step may take beside tokens is counted by the gate (``resources.gate``).
+
+Admission is exact: a request first claims what the cache holds of it and then pays for the rest. If no token of that
+fits into the step, the claim is given back. Where some of it lies on the host, the request is admitted and loads; it
+takes part in steps once that has come.
 
 Where the admission policy is optimistic the pool may run short. Then running sequences are suspended: their blocks
 are given back, they return to their place in the queue, and their tokens are computed again later. The oldest running
@@ -12,19 +17,22 @@ sequence is never suspended, so it finishes, and then the next one is the oldest
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tonnage.engine.batch import Batch
+from tonnage.engine.events import EventKind
 from tonnage.engine.options import Chunking
 from tonnage.engine.queue import MAX_OVERTAKEN, Turn, WaitingQueue
 from tonnage.engine.request import Request
+from tonnage.errors import ResourceError
 from tonnage.resources.admission import Admission
 from tonnage.resources.base import Deferral
 from tonnage.resources.dispatcher import Dispatcher
+from tonnage.resources.gate import Chunk, Gate, Room, Rows
 from tonnage.resources.slots import SlotManager
-from tonnage.step import Flags, Ints, StepPlan, Txn
+from tonnage.step import Ints, StepPlan, Txn
 from tonnage.units import round_down
 
 
@@ -37,34 +45,27 @@ class Scheduled:
 
 
 @dataclass(slots=True, eq=False)
-class _Rows:
-    """The rows of a step while it is put together; ``decodes``: which of them decode, the others are chunks."""
+class _Picked:
+    """The rows of a step while it is put together: how many tokens of which slot. Decodes come first."""
 
     slots: Ints
     counts: Ints
-    decodes: Flags
 
-    @property
-    def num_decodes(self) -> int:
-        return int(np.count_nonzero(self.decodes))
-
-    def without(self, slot: int) -> _Rows:
+    def without(self, slot: int) -> _Picked:
         keep = self.slots != slot
-        return _Rows(self.slots[keep], self.counts[keep], self.decodes[keep])
+        return _Picked(self.slots[keep], self.counts[keep])
 
-    def plus(self, slots: list[int], counts: list[int]) -> _Rows:
+    def plus(self, slots: list[int], counts: list[int]) -> _Picked:
         """With chunks more."""
-        if not slots:
-            return self
-        decodes = np.append(self.decodes, np.zeros(len(slots), np.bool_))
-        return _Rows(np.append(self.slots, slots), np.append(self.counts, counts), decodes)
+        return _Picked(np.append(self.slots, slots), np.append(self.counts, counts)) if slots else self
 
 
 class Scheduler:
     """The queue and the running sequences. ``schedule`` belongs to a transaction: its rollback undoes admissions.
 
-    A request that a manager named in ``memory_managers`` kept waiting is marked as having waited.
-    ``on_admit`` and ``on_suspend`` hear of every request that starts to run or gives its memory up.
+    ``gate`` says what a step may take, of at most ``max_num_tokens`` tokens. A request that a manager named in
+    ``memory_managers`` kept waiting is marked as having waited. ``on_event`` hears of every request that
+    is admitted, gives its memory up, or waits again because its admission was rolled back.
     """
 
     def __init__(
@@ -72,24 +73,28 @@ class Scheduler:
         dispatcher: Dispatcher,
         slots: SlotManager,
         admission: Admission,
+        gate: Gate,
         *,
         max_num_tokens: int,
         block_tokens: int,
         chunking: Chunking,
         memory_managers: frozenset[str],
-        on_admit: Callable[[Request], None] = lambda _: None,
-        on_suspend: Callable[[Request], None] = lambda _: None,
+        on_event: Callable[[EventKind, Request], None] = lambda *_: None,
     ) -> None:
         self.batch = Batch(slots.capacity())
         self.num_suspensions = 0
         #: Whose admission is under way: to blame if it raises.
         self.admitting: Request | None = None
-        self._dispatcher, self._slots, self._admission = dispatcher, slots, admission
+        self._put_off: Request | None = None
+        self._dispatcher, self._slots, self._admission, self._gate = dispatcher, slots, admission, gate
         self._max_num_tokens, self._block_tokens, self._chunking = max_num_tokens, block_tokens, chunking
         self._memory_managers = memory_managers
-        self._on_admit, self._on_suspend = on_admit, on_suspend
+        self._on_event = on_event
         self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}
+        self._loading: dict[str, Request] = {}
+        # A decode computes one token and draws one; no encoder runs for it.
+        self._ones, self._zeros = np.ones(slots.capacity(), np.int64), np.zeros(slots.capacity(), np.int64)
         self._num_arrived = self._num_deferrals = self._next_step = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -104,8 +109,13 @@ class Scheduler:
 
     @property
     def running(self) -> Mapping[str, Request]:
-        """The running requests by id, live."""
+        """The admitted requests by id, live: those that load are among them."""
         return self._running
+
+    @property
+    def loading(self) -> Mapping[str, Request]:
+        """The admitted requests that take part in no step yet, live."""
+        return self._loading
 
     def add(self, request: Request) -> None:
         request.arrival = self._num_arrived
@@ -130,23 +140,45 @@ class Scheduler:
 
     def suspend(self, request_id: str) -> None:
         """Give a running request's memory back and let it wait for its turn again. Anything else is left as it is."""
-        request = self._running.get(request_id)
-        if request is None:
+        if request_id in self._running:
+            self._admission.suspended()  # so that it does not let in too many again at once
+            self._requeue(request_id).waited = True
+
+    def give_up_loading(self, request_id: str) -> None:
+        """What the cache holds of a request did not come: it waits for its turn again and computes all by itself."""
+        if request_id in self._loading:
+            request = self._requeue(request_id)
+            request.num_cached_tokens = 0
+            request.params = replace(request.params, cache=replace(request.params.cache, reuse=False))
+
+    def start_loaded(self) -> None:
+        """Those whose blocks have come take part in steps from now on."""
+        if not self._loading:
             return
+        still = self._dispatcher.loading()
+        for request in [request for request in self._loading.values() if request.id not in still]:
+            del self._loading[request.id]
+            self.batch.start(request.slot)
+
+    def _requeue(self, request_id: str) -> Request:
+        request = self._running[request_id]
         self._stop(request)
         request.num_computed_tokens = 0
         request.num_suspended += 1
-        request.waited = True
         self.num_suspensions += 1
-        self._admission.suspended()  # so that it does not let in too many again at once
         self._waiting.push(request)
-        self._on_suspend(request)
+        self._on_event(EventKind.SUSPENDED, request)
+        return request
 
     def _stop(self, request: Request) -> None:
+        self._leave(request)
+        self._dispatcher.free(request.id)
+
+    def _leave(self, request: Request) -> None:
         del self._running[request.id]
+        self._loading.pop(request.id, None)
         self.batch.remove(request)
         request.slot = -1
-        self._dispatcher.free(request.id)
 
     def _oldest(self) -> Request | None:
         return min(self._running.values(), key=lambda request: request.arrival, default=None)
@@ -157,18 +189,21 @@ class Scheduler:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, txn: Txn, *, max_tokens: int | None = None) -> Scheduled | None:
-        """The next step, of at most ``max_tokens`` where that is less than the limit; None if nothing is due.
+        """The next step, of at most ``max_tokens`` where that is less than the limit; None if nothing can be computed,
+        though somebody who loads may have been admitted.
 
         Suspensions are complete in themselves and stay when ``txn`` is rolled back; admissions do not.
         """
-        self.admitting = None
-        budget = min(self._max_num_tokens, max_tokens or self._max_num_tokens)
+        self.admitting = self._put_off = None
         live = self.batch.live_slots()
         is_decode = self.batch.decoding(live)
-        rows = self._make_room(self._decodes(live[is_decode], budget))
-        if prefills := self._prefills(live[~is_decode]):
-            rows = self._continue_prefills(rows, prefills, budget, txn)
-        rows = self._admit(rows, budget, txn)
+        rows = self._make_room(self._decodes(live[is_decode], max_tokens))
+        prefills = self._prefills(live[~is_decode])
+        if prefills or self._waiting:
+            room = self._gate.room(self._charged(rows.slots), max_tokens=max_tokens)
+            if prefills:
+                rows = self._continue_prefills(rows, prefills, room, txn)
+            rows = self._admit(rows, room, txn)
         if not rows.slots.size:
             return None
         starts = self.batch.computed[rows.slots]
@@ -182,11 +217,17 @@ class Scheduler:
         self._next_step += 1
         return Scheduled(plan, rows.slots)
 
-    def _decodes(self, slots: Ints, budget: int) -> _Rows:
-        """One token for every sequence that decodes: the oldest ones, where a step that is retried is smaller."""
-        if slots.size > budget:
-            slots = np.array(sorted(slots.tolist(), key=lambda slot: self._at(slot).arrival)[:budget], np.int64)
-        return _Rows(slots, np.ones(slots.size, np.int64), np.ones(slots.size, np.bool_))
+    def _decodes(self, slots: Ints, max_tokens: int | None) -> _Picked:
+        """One token for every sequence that decodes: the oldest ones, where the step cannot take them all."""
+        kept = self._gate.num_within(self._charged(slots), num_decodes=slots.size, max_tokens=max_tokens)
+        if kept < slots.size:
+            slots = np.array(sorted(slots.tolist(), key=lambda slot: self._at(slot).arrival)[:kept], np.int64)
+        return _Picked(slots, self._ones[: slots.size])
+
+    def _charged(self, slots: Ints) -> Rows[Ints]:
+        """Decodes as the gate counts them."""
+        ones, zeros = self._ones[: slots.size], self._zeros[: slots.size]
+        return Rows(self.batch.computed[slots], ones, ones, zeros)
 
     def _prefills(self, slots: Ints) -> list[Request]:
         """Those of the sequences in ``slots`` that still run, in the order of the queue, its bound included."""
@@ -194,52 +235,49 @@ class Scheduler:
         found.sort(key=lambda request: (request.num_overtaken < MAX_OVERTAKEN, -request.priority, request.arrival))
         return found
 
-    def _continue_prefills(self, rows: _Rows, prefills: list[Request], budget: int, txn: Txn) -> _Rows:
+    def _continue_prefills(self, rows: _Picked, prefills: list[Request], room: Room, txn: Txn) -> _Picked:
         """Chunks of running prompts. A waiting request of a higher priority than all of them goes first.
 
         A prompt that gets no tokens is passed once more, as in the queue: after so many times it is its turn.
         """
         first = prefills[0]
         if first.num_overtaken < MAX_OVERTAKEN:
-            rows = self._admit(rows, budget, txn, above=first.priority)
-        slots, counts = self._chunks(prefills, self._prefill_tokens(rows, budget))
-        oldest = min(prefills, key=lambda request: request.arrival)
-        oldest.num_overtaken += oldest.slot not in slots
-        return self._make_room(rows.plus(slots, counts))
-
-    def _prefill_tokens(self, rows: _Rows, budget: int) -> int:
-        """Tokens of prefill that still fit into a step of ``rows``."""
-        num_decodes, num_tokens = rows.num_decodes, int(rows.counts.sum())
-        left = budget - num_tokens
-        if self._chunking.beside_decodes is None or not num_decodes:
-            return left
-        return min(left, self._chunking.beside_decodes - (num_tokens - num_decodes))
-
-    def _chunks(self, prefills: list[Request], left: int) -> tuple[list[int], list[int]]:
+            rows = self._admit(rows, room, txn, above=first.priority)
         slots: list[int] = []
         counts: list[int] = []
         for request in prefills:
-            count = self._chunk(request, left, must_move=not slots)
+            count = self._take(self._rest(request), room, must_move=not slots)
             if count == 0:
                 break
             slots.append(request.slot)
             counts.append(count)
-            left -= count
-        return slots, counts
+        oldest = min(prefills, key=lambda request: request.arrival)
+        oldest.num_overtaken += oldest.slot not in slots
+        return self._make_room(rows.plus(slots, counts))
 
-    def _chunk(self, request: Request, left: int, *, must_move: bool) -> int:
-        """Tokens of the request's next chunk out of ``left``: the whole rest, or up to a block boundary.
+    def _rest(self, request: Request) -> Chunk:
+        """All that is to be computed of a running sequence."""
+        start = int(self.batch.computed[request.slot])
+        return Chunk(start, len(request.token_ids) - start)
+
+    def _take(self, chunk: Chunk, room: Room, *, must_move: bool) -> int:
+        """Tokens of the chunk that come into the step, counted against ``room``; 0: none."""
+        count = self._cut(chunk, room.tokens_for(chunk), must_move=must_move)
+        if count:
+            room.take(chunk, count)
+        return count
+
+    def _cut(self, chunk: Chunk, fitting: int, *, must_move: bool) -> int:
+        """Of ``fitting`` tokens: the whole rest, or up to a block boundary.
 
         ``must_move``: with less than a block left, progress beats alignment; the next chunk ends on a boundary again.
         """
-        start = request.num_computed_tokens if request.slot < 0 else int(self.batch.computed[request.slot])
-        rest = len(request.token_ids) - start
-        if not self._chunking.is_on and rest <= self._max_num_tokens:
-            return rest if rest <= left else 0
-        count = min(rest, max(0, left), self._chunking.max_tokens or rest)
-        if count == rest:
+        if not self._chunking.is_on and chunk.rest <= self._max_num_tokens:
+            return chunk.rest if chunk.rest <= fitting else 0
+        count = min(fitting, self._chunking.max_tokens or fitting)
+        if count == chunk.rest:
             return count
-        aligned = max(0, round_down(start + count, self._block_tokens) - start)
+        aligned = max(0, round_down(chunk.start + count, self._block_tokens) - chunk.start)
         return aligned or (count if must_move else 0)
 
     def _at(self, slot: int) -> Request:
@@ -249,7 +287,7 @@ class Scheduler:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _make_room(self, rows: _Rows) -> _Rows:
+    def _make_room(self, rows: _Picked) -> _Picked:
         """Suspend until what is left of the step finds its blocks."""
         while rows.slots.size:
             ends = self.batch.computed[rows.slots] + rows.counts
@@ -268,41 +306,76 @@ class Scheduler:
         others = (request for request in self._running.values() if request is not oldest)
         return iter(sorted(others, key=lambda request: (request.priority, -request.arrival)))
 
-    def _admit(self, rows: _Rows, budget: int, txn: Txn, *, above: int | None = None) -> _Rows:
+    def _admit(self, rows: _Picked, room: Room, txn: Txn, *, above: int | None = None) -> _Picked:
         """Let in who waits, in turn, while the step has tokens for a chunk; only priorities ``above``, if given."""
-        left = self._prefill_tokens(rows, budget)
-        has_prefill = rows.slots.size > rows.num_decodes
         slots: list[int] = []
         counts: list[int] = []
         while (request := self._waiting.peek()) is not None and (above is None or request.priority > above):
-            count = self._chunk(request, left, must_move=not has_prefill and not slots)
-            if count <= 0 or not self._admitted(request, txn):
+            # Nobody is asked twice in a step: to wait for a neighbour's next tokens means to wait for the next step.
+            if room.is_full or request is self._put_off:
                 break
-            slots.append(request.slot)
-            counts.append(count)
-            left -= count
+            self.admitting = request
+            count = self._admitted(request, room, txn)
+            self.admitting = None
+            if count is None:
+                self._put_off = request
+                break
+            if count:
+                slots.append(request.slot)
+                counts.append(count)
         return rows.plus(slots, counts)
 
-    def _admitted(self, request: Request, txn: Txn) -> bool:
-        self.admitting = request
-        answer = self._dispatcher.admit(request, txn)
-        self.admitting = None
+    def _admitted(self, request: Request, room: Room, txn: Txn) -> int | None:
+        """Tokens of its first chunk, 0 for one that loads before; None: it waits, and holds nothing."""
+        claim = Txn()
+        answer = self._dispatcher.admit(request, claim)
+        txn.undo(claim.rollback)
         if isinstance(answer, Deferral):
-            # The whole queue waits with its head; for a slot it waits as well, but not for memory.
+            self._note_deferral(answer)
+            return None
+        grants = answer.values()
+        cached = max(grant.cached_tokens for grant in grants)  # managers without a cache have nothing of it
+        is_loading = any(grant.is_loading for grant in grants)
+        if cached >= len(request.token_ids):
+            raise ResourceError(f"{cached} of the {len(request.token_ids)} tokens of {request.id!r} are cached")
+        chunk = Chunk(cached, len(request.token_ids) - cached, request.num_encoder_tokens)
+        count = 0 if is_loading else self._take(chunk, room, must_move=not room.num_chunks)
+        if not count and not is_loading:
+            claim.rollback()
+            return None
+        self._enter(request, txn, cached=cached, is_loading=is_loading)
+        return count
+
+    def _note_deferral(self, answer: Deferral) -> None:
+        """The whole queue waits with its head; for a slot or a neighbour's tokens as well, but not for memory.
+
+        While it waits for a neighbour nobody else is let in before it, and what runs comes to an end: it cannot
+        starve, as long as somebody runs who computes what it waits for.
+        """
+        if answer.waits_for is None:
             self._num_deferrals += answer.manager in self._memory_managers
-            return False
+        elif answer.waits_for not in self._running:
+            raise ResourceError(f"{answer.manager}: waits for {answer.waits_for!r}, which does not run")
+
+    def _enter(self, request: Request, txn: Txn, *, cached: int, is_loading: bool) -> None:
         turn = self._waiting.pop()
         assert turn.request is request
         self._note_wait(request)
+        request.num_computed_tokens = cached
+        if not request.num_suspended:
+            request.num_cached_tokens = cached
         request.slot = self._slots.slot_of(request.id)
         self._running[request.id] = request
-        self.batch.add(request)
+        if is_loading:
+            self._loading[request.id] = request
+        self.batch.add(request, is_loading=is_loading)
         txn.undo(lambda: self._unadmit(turn))
-        self._on_admit(request)
-        return True
+        self._on_event(EventKind.ADMITTED, request)
 
     def _unadmit(self, turn: Turn) -> None:
-        if self._running.pop(turn.request.id, None) is not None:
-            self.batch.remove(turn.request)
-            turn.request.slot = -1
+        request = turn.request
+        if self._running.get(request.id) is request:
+            self._leave(request)
+            request.num_computed_tokens = 0
             self._waiting.undo(turn)
+            self._on_event(EventKind.WITHDRAWN, request)

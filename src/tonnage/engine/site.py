@@ -24,6 +24,7 @@ from tonnage.errors import (
 )
 from tonnage.hardware import Card, host_card
 from tonnage.ledger import Account, Ledger
+from tonnage.resources.host_pool import HostPool
 from tonnage.terms import Chip, How, LineKind, MemoryKind, Quantity, Reading, Source
 from tonnage.units import MiB, format_bytes, round_up
 
@@ -34,9 +35,20 @@ ROUNDING_BYTES = MiB
 
 
 class Site:
-    """The host device, opened. What the process holds at this moment, after its imports, is the host's overhead."""
+    """The host device, opened. What the process holds at this moment, after its imports, is the host's overhead.
 
-    def __init__(self, memory_bytes: int | None, *, index: int, make_driver: Callable[[int], HostDriver]) -> None:
+    ``host_kv_bytes`` of slabs of ``slab_bytes`` are taken beside the device, and before it counts what is its own.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int | None,
+        *,
+        index: int,
+        make_driver: Callable[[int], HostDriver],
+        host_kv_bytes: int = 0,
+        slab_bytes: int = 1,
+    ) -> None:
         if is_fenced():
             raise UserError(
                 "Another engine in this process holds a hard cap on all of its memory, and this one would have to live "
@@ -48,6 +60,7 @@ class Site:
         self.stream = Stream(Device(self.driver))
         self.ledger = Ledger(index, capacity)
         self._closing: list[Callable[[], None]] = []
+        self.host_pool = self._host_pool(host_kv_bytes, slab_bytes) if host_kv_bytes else None
         # Earlier work may have left free heap: give it back first, or it would hide what we take.
         settle_heap(HEAP_THRESHOLD_BYTES)
         trim_heap()
@@ -61,10 +74,29 @@ class Site:
     def chip(self) -> Chip:
         return self.card.chip
 
+    def _host_pool(self, host_kv_bytes: int, slab_bytes: int) -> HostPool:
+        """Raises ``DoesNotFit`` where the machine has no room for it beside the device."""
+        try:
+            pool = HostPool(
+                self.driver,
+                asked_bytes=host_kv_bytes,
+                slab_bytes=slab_bytes,
+                also_needed_bytes=self.driver.capacity_bytes,
+            )
+        except BaseException:
+            self.driver.close()
+            raise
+        self._closing.append(pool.close)
+        return pool
+
     def arena(self, owner: str, line: LineKind, *, reserve_bytes: int) -> VaArena:
         arena = VaArena(self.stream, ledger=self.ledger, owner=owner, line=line, reserve_bytes=reserve_bytes)
         self._closing.append(arena.close)
         return arena
+
+    def closing(self, close: Callable[[], None]) -> None:
+        """To be called when this is closed, before whatever was made earlier."""
+        self._closing.append(close)
 
     def sampled(self, owner: str, line: LineKind) -> Account:
         return self.ledger.open(owner=owner, line=line, memory=MemoryKind.CPU, how=How.SAMPLED)

@@ -21,7 +21,7 @@ from tonnage.engine.core import Engine
 from tonnage.engine.executor import Executor
 from tonnage.engine.faults import release_frames
 from tonnage.engine.interrupts import deferred_interrupts
-from tonnage.engine.managers import Managers
+from tonnage.engine.managers import BlockStore, Managers
 from tonnage.engine.options import EngineOptions
 from tonnage.engine.probe import Prober, trial_blocks
 from tonnage.engine.runtime import DeviceRuntime
@@ -33,6 +33,8 @@ from tonnage.engine.text import Text
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
 from tonnage.errors import DoesNotFit
 from tonnage.layout import penalty_table_bytes
+from tonnage.resources.mover import DeviceMover
+from tonnage.resources.transfers import TransferBudget, measure_rate
 from tonnage.terms import LineKind, Measured, MemoryKind, worst_bytes
 from tonnage.units import MiB, format_bytes, round_up
 from tonnage.workspace import ScratchArena
@@ -63,7 +65,14 @@ def start(
     target = Target.read(options)
     on_stage("imports")
     _import_libraries(target.config.model_type)
-    startup = _Startup(target, Site(options.memory_bytes, index=target.rank.device, make_driver=make_driver), on_stage)
+    site = Site(
+        options.memory_bytes,
+        index=target.rank.device,
+        make_driver=make_driver,
+        host_kv_bytes=options.host_kv_bytes,
+        slab_bytes=target.kv.slab_bytes,
+    )
+    startup = _Startup(target, site, on_stage)
     try:
         return startup.run()
     except BaseException as error:
@@ -88,6 +97,7 @@ class _Startup:
             measured = self.measure()
         with self.stage("plan", remedy="report this as a defect"):
             self.plan = self.target.plan(self.site.card, measured, claims=self.claims)
+            self.plan = self.target.with_head(self.plan)
         with self.stage("build", remedy="give more --memory, or raise --keep-free-bytes"):
             runtime = self.build()
         with self.stage("close", remedy="raise --keep-free-bytes, or lower --max-num-tokens"):
@@ -126,7 +136,7 @@ class _Startup:
         """Reserve the pool's addresses, map a floor of it, run the probe stages."""
         self.reserve_pool()
         limits, layout = self.target.probe_limits(), self.target.kv
-        num_blocks = trial_blocks(limits, block_tokens=self.target.block_tokens)
+        num_blocks = trial_blocks(limits, layout)
         scratch_bytes = worst_bytes(self.target.scratch(), limits, self.site.chip)
         growth = (
             num_blocks * layout.slab_bytes + scratch_bytes + self.target.step_bytes(limits) + self.table_bytes(limits)
@@ -163,7 +173,7 @@ class _Startup:
             self.pool_arena.commit(plan.kv.bytes)
         ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
         self.make_executor(plan.limits)
-        managers = self.managers(plan.limits, num_blocks=plan.kv.num_slabs)
+        managers = self.managers(plan.limits, self.block_store())
         tables = ledger.open(owner="kv tables", line=LineKind.TABLES, memory=MemoryKind.CPU)
         tables.add(managers.kv.num_bytes, managers.kv.num_bytes)
         return DeviceRuntime(
@@ -229,14 +239,34 @@ class _Startup:
         sampler = Sampler(self.target.config.vocab_size)
         self.executor = Executor(self.model, self.backend, scratch, sampler, max_logits_rows=limits.max_logits_rows)
 
-    def managers(self, limits: Limits, *, num_blocks: int) -> Managers:
+    def managers(self, limits: Limits, store: BlockStore) -> Managers:
         return Managers.make(
             limits,
-            num_blocks=num_blocks,
-            block_tokens=self.target.block_tokens,
+            store,
             vocab_size=self.target.config.vocab_size,
             admission=self.target.options.knobs.admission.value,
             buffers=BufferManager(self.site.stream, ledger=self.site.ledger, owner=PENALTIES),
+        )
+
+    def block_store(self) -> BlockStore:
+        """The planned pool and the host's, and what moves blocks within them and between them at the rate measured."""
+        layout, kv, host = self.target.kv, self.plan.kv, self.site.host_pool
+        mover = DeviceMover(self.pool_arena, host, slab_bytes=layout.slab_bytes, stream=self.site.stream)
+        self.site.closing(mover.close)
+        budget = None
+        if host is not None:
+            budget = TransferBudget(
+                slab_bytes=layout.slab_bytes,
+                bytes_per_second=measure_rate(mover).least,
+                slice_s=self.target.options.transfer_slice_s,
+            )
+        return BlockStore(
+            layout=layout,
+            num_slots=kv.num_slabs,
+            head_slots=self.target.head_slots,
+            num_host_slots=0 if host is None else host.num_slots,
+            mover=mover,
+            budget=budget,
         )
 
     def require_room(self, growth_bytes: int, limits: Limits) -> None:
@@ -261,7 +291,8 @@ class _Startup:
     def prober(self, limits: Limits, *, num_blocks: int) -> Iterator[Prober]:
         """A prober with managers of its own: what its requests take, penalty tables included, is given back."""
         known = [self.pool, *self.model.parameters(), *self.model.buffers()]
-        managers = self.managers(limits, num_blocks=num_blocks)
+        store = BlockStore(layout=self.target.kv, num_slots=num_blocks)
+        managers = self.managers(replace(limits, prefix_caching=False), store)
         try:
             self.claims = managers.dispatcher.claims(self.target.limits)
             yield Prober(self.executor, managers, limits=limits, vocab_size=self.target.config.vocab_size, known=known)

@@ -1,13 +1,16 @@
 """An engine with everything but a model: scheduler, managers, sampling parameters and ledger are the real ones.
 
 The tokens come from a hash of each request's seed and position, so a request gives the same tokens however it is
-scheduled. For tests of the loop by the ten thousand, and for the price of its bookkeeping.
+scheduled. For tests of the loop by the ten thousand, and for the price of its bookkeeping. What the KV blocks would
+hold can be kept as one number a token (``shadow``), so that a wrong slot shows, and steps and copies can be made to
+fail (``mishaps``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,21 +18,26 @@ import numpy as np
 from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
+from tonnage.device.driver import Driver
 from tonnage.device.host import HostDriver
 from tonnage.engine.batch import Batch
 from tonnage.engine.core import Engine
 from tonnage.engine.inputs import StepInputs
-from tonnage.engine.managers import Managers
+from tonnage.engine.managers import BlockStore, Managers
+from tonnage.engine.mishaps import Mishaps
 from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Outcome, TokenLogprobs
 from tonnage.engine.sampling.random import Words, uniform
 from tonnage.engine.sampling.rows import Edits
 from tonnage.engine.scheduler import Scheduled
+from tonnage.engine.shadow import Shadow, ShadowMover
 from tonnage.engine.text import Message, Text
 from tonnage.hardware import host_card
 from tonnage.ledger import Ledger
 from tonnage.planner import plan_without_device
 from tonnage.report import RunResult
+from tonnage.resources.cache import BlockCache
+from tonnage.resources.transfers import TransferBudget
 from tonnage.step import Ints
 from tonnage.terms import MemoryPlan
 from tonnage.units import GiB, MiB
@@ -40,6 +48,8 @@ _STOP_ID = 0
 _ENDS = 0x454E4453
 #: Of the device that holds the penalty tables; nothing else is allocated.
 _DEVICE_BYTES = 256 * MiB
+#: The clock of the stub's cache goes on by this at each step, so that a run repeats itself.
+_STEP_S = 0.01
 
 
 def stub_engine(
@@ -51,16 +61,25 @@ def stub_engine(
     block_tokens: int = 16,
     admission: str = "optimistic",
     chunk_tokens: int | Literal["none"] | None = None,
+    prefix_caching: bool = False,
+    head_tokens: int = 0,
+    host_kv_tokens: int = 0,
+    load_steps: int = 0,
+    link_blocks: int | None = None,
+    checks_contents: bool = False,
+    mishaps: Mishaps | None = None,
     end_probability: float = 0.0,
     seed: int = 0,
 ) -> Engine:
     """An engine whose sequences end by themselves with ``end_probability`` at each token (token id 0).
 
-    ``seed`` changes every request's tokens. Raises what the planner raises for limits that make no sense.
+    ``head_tokens`` of KV blocks beside ``kv_tokens`` are lent to cached blocks, ``host_kv_tokens`` lie on the host.
+    A load takes up to ``load_steps`` steps, and a step moves at most ``link_blocks`` blocks to the host (None: any
+    number); both need ``checks_contents``, which keeps a ``Shadow``. ``seed`` changes every request's tokens, and how
+    long loads take. Raises what the planner raises for limits that make no sense.
     """
-    config = _config(max_seq_len)
     plan = plan_without_device(
-        config,
+        _config(max_seq_len),
         card=host_card(64 * GiB, page_bytes=4096),
         knobs=Knobs(kv_tokens=Setting(kv_tokens), block_tokens=Setting(block_tokens), admission=Setting(admission)),
         limit_knobs=LimitKnobs(
@@ -69,12 +88,65 @@ def stub_engine(
             max_num_tokens=Setting(max_num_tokens),
         ),
     )
-    chunking = Chunking.of(chunk_tokens, block_tokens=block_tokens)
-    return Engine(_StubRuntime.of(plan, chunking, end_probability=end_probability, seed=seed), _LetterText(), ())
+    head, host = (-(-tokens // block_tokens) for tokens in (head_tokens, host_kv_tokens))
+    runtime = _StubRuntime.of(
+        replace(plan, limits=replace(plan.limits, prefix_caching=prefix_caching)),
+        Chunking.of(chunk_tokens, block_tokens=block_tokens),
+        _Blocks(head=head, host=host, load_steps=load_steps, link=link_blocks, checks_contents=checks_contents),
+        mishaps=mishaps,
+        end_probability=end_probability,
+        seed=seed,
+    )
+    return Engine(runtime, _LetterText(), ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blocks:
+    """Blocks beside the pool's own, and how copies of them go."""
+
+    head: int
+    host: int
+    load_steps: int
+    link: int | None
+    checks_contents: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StubStore(BlockStore):
+    """Whose cache has a clock of its own."""
+
+    clock: Callable[[], float]
+
+    def cache(self, *, reuse: bool) -> BlockCache:
+        return BlockCache(
+            self.layout.groups,
+            num_slots=self.num_slots,
+            head_slots=self.head_slots,
+            num_host_slots=self.num_host_slots,
+            mover=self.mover,
+            budget=self.budget,
+            reuse=reuse,
+            clock=self.clock,
+        )
+
+
+class _Clock:
+    """Seconds that go by in steps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def step(self) -> None:
+        self.now_s += _STEP_S
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _StubRuntime:
+    """``shadow`` and ``mover`` only where contents are checked."""
+
     plan: MemoryPlan
     vocab_size: int
     managers: Managers
@@ -82,18 +154,47 @@ class _StubRuntime:
     ledger: Ledger
     end_probability: float
     seed: int
+    shadow: Shadow | None = None
+    mover: ShadowMover | None = None
+    mishaps: Mishaps | None = None
+    clock: _Clock = field(default_factory=_Clock)
 
     @classmethod
-    def of(cls, plan: MemoryPlan, chunking: Chunking, *, end_probability: float, seed: int) -> _StubRuntime:
-        ledger = Ledger(0, _DEVICE_BYTES)
-        buffers = BufferManager(Stream(Device(HostDriver(_DEVICE_BYTES))), ledger=ledger, owner="penalties")
+    def of(
+        cls,
+        plan: MemoryPlan,
+        chunking: Chunking,
+        blocks: _Blocks,
+        *,
+        mishaps: Mishaps | None,
+        end_probability: float,
+        seed: int,
+    ) -> _StubRuntime:
+        ledger, clock = Ledger(0, _DEVICE_BYTES), _Clock()
+        driver: Driver = HostDriver(_DEVICE_BYTES)
+        buffers = BufferManager(
+            Stream(Device(driver if mishaps is None else mishaps.driver(driver))), ledger=ledger, owner="penalties"
+        )
+        num_slots, slab_bytes = plan.kv.num_slabs + blocks.head, plan.kv.layout.slab_bytes
+        shadow, mover = _shadow(plan, blocks, mishaps, num_slots=num_slots, seed=seed)
+        budget = blocks.link and TransferBudget(
+            slab_bytes=slab_bytes, bytes_per_second=blocks.link * slab_bytes, slice_s=1.0
+        )
+        store = _StubStore(
+            layout=plan.kv.layout,
+            num_slots=num_slots,
+            head_slots=blocks.head,
+            num_host_slots=blocks.host,
+            mover=mover,
+            budget=budget or None,
+            clock=clock,
+        )
         return cls(
             plan=plan,
             vocab_size=_VOCAB_SIZE,
             managers=Managers.make(
                 plan.limits,
-                num_blocks=plan.kv.num_slabs,
-                block_tokens=plan.kv.layout.groups[0].block_tokens,
+                store,
                 vocab_size=_VOCAB_SIZE,
                 admission=plan.knobs.admission.value,
                 buffers=buffers,
@@ -102,11 +203,22 @@ class _StubRuntime:
             ledger=ledger,
             end_probability=end_probability,
             seed=seed,
+            shadow=shadow,
+            mover=mover,
+            mishaps=mishaps,
+            clock=clock,
         )
 
     def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
         inputs = StepInputs.of(scheduled, batch, self.managers)
         plan = scheduled.plan
+        self.clock.step()
+        if self.mover is not None:
+            self.mover.step()
+        if self.shadow is not None:
+            self.shadow.compute(inputs, batch)
+        if self.mishaps is not None:
+            self.mishaps.before_launch()
         slots, positions = scheduled.slots[plan.samples], plan.ends[plan.samples]
         tokens = self._tokens(batch.sampling.seeds(slots), positions, inputs.sampling.edits)
         ids = plan.request_ids if plan.samples.all() else np.array(plan.request_ids, np.object_)[plan.samples].tolist()
@@ -114,12 +226,18 @@ class _StubRuntime:
             request_ids=ids,
             tokens=tokens,
             logprobs=[-1.0] * len(tokens),
-            finite=[True] * len(tokens),
+            finite=self._finite(len(tokens)),
             prompt={
                 piece.request_id: [TokenLogprobs(token, -1.0) for token in piece.targets.tolist()]
                 for piece in inputs.prompts
             },
         )
+
+    def _finite(self, num_rows: int) -> list[bool]:
+        found = [True] * num_rows
+        if num_rows and self.mishaps is not None and self.mishaps.spoils_row():
+            found[-1] = False
+        return found
 
     def _tokens(self, seeds: Words, positions: Ints, edits: Edits | None) -> list[int]:
         seeds = seeds ^ np.uint64(self.seed)
@@ -147,6 +265,28 @@ class _StubRuntime:
 
     def close(self) -> None:
         self.managers.dispatcher.close()
+
+
+def _shadow(
+    plan: MemoryPlan, blocks: _Blocks, mishaps: Mishaps | None, *, num_slots: int, seed: int
+) -> tuple[Shadow, ShadowMover] | tuple[None, None]:
+    if not blocks.checks_contents:
+        return None, None
+    shadow = Shadow(
+        num_slots=num_slots,
+        num_host_slots=blocks.host,
+        block_tokens=plan.kv.layout.groups[0].block_tokens,
+        max_batch_size=plan.limits.max_batch_size,
+        max_seq_len=plan.limits.max_seq_len,
+    )
+    rng = random.Random(seed ^ 0x10AD)
+    mover = ShadowMover(
+        plan.kv.layout.slab_bytes,
+        shadow,
+        load_steps=lambda: rng.randint(0, blocks.load_steps),
+        before_copy=mishaps.before_copy if mishaps is not None else lambda _: None,
+    )
+    return shadow, mover
 
 
 class _LetterText(Text):

@@ -30,6 +30,7 @@ from tonnage.planner import (
     resolve_limits,
 )
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
+from tonnage.units import ceil_div, format_bytes
 
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
 COMPUTE_DTYPES = ("float32", "bfloat16")
@@ -95,6 +96,27 @@ class Target:
         """The limits in force, but sequences no longer than a full step: the probes need no more scratch than that."""
         limits = self.limits
         return replace(limits, max_seq_len=min(limits.max_seq_len, limits.max_num_tokens + 1))
+
+    @property
+    def head_slots(self) -> int:
+        """Blocks at the head of the pool that are kept for scratch."""
+        return ceil_div(self.options.scratch_head_bytes, self.kv.slab_bytes)
+
+    def with_head(self, plan: MemoryPlan) -> MemoryPlan:
+        """The plan with the head's blocks taken out of what sequences can count on. Raises ``InvalidSetting`` where
+        nothing is left of the pool."""
+        head, kv = self.head_slots, plan.kv
+        if not head:
+            return plan
+        if head >= kv.num_slabs:
+            raise InvalidSetting(
+                "scratch_head_bytes",
+                format_bytes(self.options.scratch_head_bytes),
+                f"{head} blocks of a pool that has {kv.num_slabs}",
+                remedy=f"write at most {format_bytes((kv.num_slabs - 1) * self.kv.slab_bytes)}",
+            )
+        guaranteed = kv.guaranteed_tokens - kv.guaranteed_tokens * head // kv.num_slabs
+        return replace(plan, kv=replace(kv, guaranteed_tokens=guaranteed))
 
     def scratch(self) -> tuple[Scratch, ...]:
         """What the attention backend declares for this model."""

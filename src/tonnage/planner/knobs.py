@@ -12,7 +12,6 @@ from tonnage.errors import InvalidSetting
 SCRATCH_POLICIES = ("cap", "reserve")
 #: Knobs and limits of which a plan knows what they cost, and which the engine cannot obey yet.
 PLANNED_ONLY = (
-    "host_kv_bytes",
     "disk_kv_bytes",
     "state_dtype",
     "scratch",

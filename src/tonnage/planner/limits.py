@@ -104,6 +104,7 @@ def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_dr
         "max_encoder_tokens": asked.max_encoder_tokens.or_else(encoder_tokens if has_encoder else 0),
         "encoder_cache_bytes": asked.encoder_cache_bytes.or_else(DEFAULT_ENCODER_CACHE_BYTES if has_encoder else 0),
         "prompt_logprobs": asked.prompt_logprobs.or_else(False),
+        "prefix_caching": asked.prefix_caching.or_else(True),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,6 +21,7 @@ from tonnage.resources.match import WHOLE, Match, Matcher, Partial
 from tonnage.resources.mover import CountingMover, Ids, Mover
 from tonnage.resources.retention import Retention
 from tonnage.resources.room import Room
+from tonnage.resources.transfers import TransferBudget
 from tonnage.resources.tree import PrefixTree
 
 _DEFAULTS = CacheParams()
@@ -33,6 +35,7 @@ class BlockCache:
 
     A block is *held* (by sequences, pins, transfers), *cached* (in the tree, held by nobody, evictable) or free. Held
     blocks are at most ``capacity``, the slots of the body, so that the head can always be taken back from them.
+    ``budget`` bounds what goes over the link to the host in a step (None: nothing does).
     ``reuse`` False: nothing is matched or stored. ``clock`` tells seconds, for retention.
 
     Every call checks before it changes anything; what is asked for in vain is a ``ResourceError``, and what a copy
@@ -47,6 +50,7 @@ class BlockCache:
         head_slots: int = 0,
         num_host_slots: int = 0,
         mover: Mover | None = None,
+        budget: TransferBudget | None = None,
         reuse: bool = True,
         offload_priority: int = OFFLOAD_PRIORITY,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +68,7 @@ class BlockCache:
             ranks,
             self.events,
             self.mover,
+            budget or _unlimited(self.mover),
             clock,
             keeps_node=[group.kind in WHOLE for group in self.groups],
             offload_priority=offload_priority,
@@ -282,10 +287,10 @@ class BlockCache:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def begin_step(self, *, transfer_blocks: int | None = None) -> None:
-        """Priorities whose time is over fall back, and ``transfer_blocks`` may go to the host or come from it until
-        the next step; None: as many as there are. What sequences wait for comes in any case and counts first."""
-        self.room.allowance = transfer_blocks
+    def begin_step(self) -> None:
+        """Priorities whose time is over fall back, and the step gets its share of the link to the host. What sequences
+        wait for comes in any case and counts first; what is left is for evicted blocks, and others are dropped."""
+        self.room.budget.begin_step()
         self._retention.refresh()
 
     def flush(self) -> None:
@@ -329,3 +334,7 @@ class BlockCache:
         """Wait for transfers and let go of the mover. Closing again does nothing."""
         self.room.wait_all()
         self.mover.close()
+
+
+def _unlimited(mover: Mover) -> TransferBudget:
+    return TransferBudget(slab_bytes=mover.slab_bytes, bytes_per_second=math.inf, slice_s=1.0)

@@ -16,8 +16,9 @@ from tonnage.terms import Claim
 class Dispatcher:
     """Runs each hook over ``managers`` in the order that their ``after`` declares; ties keep the order given.
 
-    ``admit``, ``prepare`` and ``update`` go forward; ``free``, ``reset`` and ``close`` go backward and give every
-    manager its turn even if one raises (the first error is raised at the end).
+    ``admit``, ``prepare``, ``committed`` and ``update`` go forward, ``free``, ``reset`` and ``close`` backward. What
+    takes stops at the first error, to be rolled back. What follows a fact gives every manager its turn even if one
+    raises (the first error is raised at the end): a step is final, or a sequence gone, for all of them or for none.
     Raises ``ResourceError`` for two managers of one name, an unknown name in ``after``, or a cycle.
     """
 
@@ -27,6 +28,16 @@ class Dispatcher:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(manager.name for manager in self.managers)
+
+    @property
+    def may_refuse(self) -> tuple[str, ...]:
+        """Managers whose capacity a request is measured by on arrival. The others say at most "not now"."""
+        return tuple(manager.name for manager in self.managers if manager.may_refuse)
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Managers that nobody asks on arrival: what never fits there is not refused."""
+        return tuple(manager.name for manager in self.managers if not manager.may_refuse)
 
     def claims(self, limits: Limits) -> tuple[Claim, ...]:
         return tuple(claim for manager in self.managers for claim in manager.claims(limits))
@@ -71,17 +82,20 @@ class Dispatcher:
 
     @contextmanager
     def holding(self, requests: Iterable[RequestView]) -> Iterator[None]:
-        """Admit probe requests and free them on the way out, whatever happens; a deferral is a ``ResourceError``."""
-        admitted: list[str] = []
+        """Admit probe requests and free them on the way out, whatever happens; a deferral is a ``ResourceError``.
+
+        Each is freed even if freeing another raises. Such an error comes before one of the block: what a probe leaves
+        behind is missing for ever.
+        """
+        admitted = Txn()
         try:
             for request in requests:
                 if isinstance(no := self.admit(request), Deferral):
                     raise ResourceError(f"probe {request.id!r} needs {no.need} of {no.manager}, which has {no.have}")
-                admitted.append(request.id)
+                admitted.undo(partial(self.free, request.id))
             yield
         finally:
-            for request_id in reversed(admitted):
-                self.free(request_id)
+            admitted.rollback()
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Raises what a manager raises; the caller rolls ``txn`` back, which undoes the managers before it."""
@@ -90,8 +104,7 @@ class Dispatcher:
 
     def committed(self) -> None:
         """The transaction is final: every manager begins what cannot be undone."""
-        for manager in self.managers:
-            manager.committed()
+        self._forward(lambda manager: manager.committed())
 
     def loading(self) -> frozenset[str]:
         """Admitted requests for which some manager still waits; between steps only."""
@@ -103,9 +116,8 @@ class Dispatcher:
             manager.wait_loaded()
 
     def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
-        """Of the step that finished; None: nothing was sampled."""
-        for manager in self.managers:
-            manager.update(plan, outcome)
+        """Of the step that finished, one behind those that are prepared under overlap; None: nothing was sampled."""
+        self._forward(lambda manager: manager.update(plan, outcome))
 
     def free(self, request_id: str, *, keep_cached: bool = True) -> None:
         self._backward(lambda manager: manager.free(request_id, keep_cached=keep_cached))
@@ -135,6 +147,16 @@ class Dispatcher:
         for manager in self.managers:
             turns.undo(partial(call, manager))
         turns.rollback()
+
+    def _forward(self, call: Callable[[ResourceManager], None]) -> None:
+        first: Exception | None = None
+        for manager in self.managers:
+            try:
+                call(manager)
+            except Exception as error:  # noqa: BLE001 - as in an undo list
+                first = first or error
+        if first is not None:
+            raise first
 
 
 def _in_order(managers: Sequence[ResourceManager]) -> tuple[ResourceManager, ...]:

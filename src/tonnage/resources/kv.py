@@ -1,8 +1,8 @@
-"""KV blocks of sequences: a request is admitted when the pool has room for it, and pages arrive step by step."""
+"""KV blocks of sequences: what a prefix finds is claimed, the rest is counted on, and pages arrive step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,15 +10,23 @@ import numpy as np
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
-from tonnage.layout import blocks_per_sequence, metadata_bytes_per_block, table_bytes
+from tonnage.layout import blocks_per_sequence
 from tonnage.resources.admission import Admission, ReserveAll
-from tonnage.resources.base import Deferral, Grant, ProbeRequest, RequestView, StepOutcome
-from tonnage.resources.block_pool import BlockPool, Ids
-from tonnage.resources.sequences import Sequences, Watermarks
+from tonnage.resources.base import Deferral, Grant, RequestView, StepOutcome
+from tonnage.resources.cache import BlockCache
+from tonnage.resources.drafts import rejected_drafts
+from tonnage.resources.holdings import Holdings
+from tonnage.resources.loads import Loads
+from tonnage.resources.match import Match
+from tonnage.resources.mover import Ids
+from tonnage.resources.needs import Needs, token_groups, why_no_reuse
+from tonnage.resources.pins import PinHandle
+from tonnage.resources.prefixes import Prefixes, Text
+from tonnage.resources.prices import kv_claims, kv_probe
+from tonnage.resources.sequences import Watermarks
 from tonnage.resources.slots import SlotManager
 from tonnage.step import Flags, Ints, StepPlan, Txn, Veto
-from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, PerBlock, Source
-from tonnage.units import ceil_div
+from tonnage.terms import Claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,29 +39,31 @@ class _Prepared:
 
 
 class KVManager:
-    """Blocks of ``block_tokens`` tokens from ``pool``, admitted to as ``admission`` expects them to be needed.
+    """Blocks of ``block_tokens`` tokens out of ``cache``, admitted to as ``admission`` expects them to be needed.
 
-    The pool splits into blocks that sequences hold, blocks they are still expected to take, and the rest, which is
-    ``available``::
+    The pool splits into blocks that somebody holds, blocks that sequences are still expected to take, and the rest,
+    which is ``available`` (cached blocks, which make way, are in the two right parts)::
 
         |<- held ->|<- expected, not yet taken ->|<- available ->|
 
-    Admission takes from the right part only and ``prepare`` moves blocks from the middle to the left. A policy that
-    expects whole lives (``ReserveAll``) thereby never lets a running sequence run short. Under any other, ``short_of``
-    tells before a step how many blocks are missing, and sequences are suspended (``free``) until none is.
+    Admission claims what is cached of a text and takes from the right part only what nobody holds yet; ``prepare``
+    moves blocks from the middle to the left. A policy that expects whole lives (``ReserveAll``) thereby never lets a
+    running sequence run short. Under any other, ``short_of`` tells before a step how many blocks are missing, and
+    sequences are suspended (``free``) until none is.
 
     ``extra_tokens`` beyond its end are reserved for each sequence: drafts that may be rejected, look-ahead.
     ``slots`` gives each sequence its row of the page table; without it the manager keeps slots of its own.
+    ``max_pending_tokens``: the most tokens of one sequence that are scheduled and not computed, which layers with a
+    window keep beside it; None: as many as the text has. ``name``: several may stand behind one dispatcher.
     """
 
-    name = "kv"
     unit = "block"
     may_refuse = True
     rerunnable = True
 
     def __init__(
         self,
-        pool: BlockPool,
+        cache: BlockCache,
         *,
         block_tokens: int,
         max_seq_len: int,
@@ -61,85 +71,103 @@ class KVManager:
         slots: SlotManager | None = None,
         admission: Admission | None = None,
         extra_tokens: int = 0,
+        max_pending_tokens: int | None = None,
+        name: str = "kv",
     ) -> None:
         if slots is not None and slots.capacity() > max_batch_size:
             raise ResourceError(f"{slots.capacity()} slots for a page table of {max_batch_size} rows")
-        self.pool = pool
+        self.cache, self.name = cache, name
         self.block_tokens, self.extra_tokens = block_tokens, extra_tokens
         self.admission = admission if admission is not None else ReserveAll()
         self.after = frozenset({slots.name}) if slots is not None else frozenset()
         self._slots = slots if slots is not None else SlotManager(max_batch_size)
         self._owns_slots = slots is None
+        self._groups = token_groups(cache.groups, block_tokens)
+        #: Why nothing is shared between sequences; None: it is.
+        self.no_reuse = why_no_reuse(cache.groups, block_tokens) if cache.reuse else "it is switched off"
+        self._prefixes = Prefixes(cache, block_tokens=block_tokens, is_on=self.no_reuse is None)
+        self._needs = Needs(
+            [cache.groups[group] for group in self._groups],
+            block_tokens=block_tokens,
+            extra_tokens=extra_tokens,
+            max_pending_tokens=max_pending_tokens,
+            admission=self.admission,
+        )
         width = blocks_per_sequence(max_seq_len, block_tokens, extra_tokens=extra_tokens)
-        # Entries without a block stay 0: a valid index, so that a padded read stays inside the pool.
-        self._table = np.zeros((max_batch_size, width), np.int32)
+        self._holdings = Holdings(
+            cache, self._prefixes, self._groups, block_tokens=block_tokens, num_rows=max_batch_size, width=width
+        )
+        self._tables, self._live = self._holdings.tables, self._holdings.live
         self._row_of: dict[str, int] = {}
-        self._live = Sequences(max_batch_size)
+        self._loads = Loads(cache)
         self._in_flight: dict[StepPlan, _Prepared] = {}
-        self._high_water = 0
         self._closed = False
 
     # How much there is, and how much a request needs.
 
     def capacity(self) -> int:
-        return self.pool.num_blocks
+        return self.cache.capacity
 
     def available(self) -> int:
-        """Free blocks that no running sequence is expected to take; never negative."""
-        return max(0, self.pool.num_free - self._num_expected())
+        """Blocks that nobody holds and no running sequence is expected to take; never negative."""
+        return max(0, self.cache.num_available - self._num_expected())
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds; a shared one counts once."""
+        return self.cache.num_live
 
     def kv_tokens(self, request: RequestView) -> int:
         """Tokens whose KV entries are ever written, ``extra_tokens`` included."""
-        return int(self._written(request.num_prompt_tokens, request.max_total_tokens - request.num_prompt_tokens))
+        return self._needs.tokens(request)
 
     def lifetime_need(self, request: RequestView) -> int:
-        return ceil_div(self.kv_tokens(request), self.block_tokens)
+        """The most it holds at once, whatever is cached. Raises ``ResourceError`` for beams."""
+        if (num_beams := getattr(request, "num_beams", 1)) > 1:
+            raise ResourceError(
+                f"request {request.id!r} asks for {num_beams} beams; beam search is not supported: a sequence has one"
+            )
+        return self._needs.whole_life(request)
 
     def remaining(self, request: RequestView) -> int:
         """Blocks between what it holds and what its whole life may need, under any policy."""
         row = self._row_of.get(request.id)
-        return self.lifetime_need(request) if row is None else int(self._live.lifetime[row] - self._live.held[row])
+        if row is None:
+            return self.lifetime_need(request)
+        return int(self._needs.to_take(self._live, self._live.lifetime)[row])
 
     def claims(self, limits: Limits) -> Sequence[Claim]:
-        """The page table and the pool's bookkeeping, by the formulas of ``layout``."""
-        table = table_bytes(
-            max_batch_size=limits.max_batch_size,
-            max_seq_len=limits.max_seq_len,
+        """The page tables and the cache's bookkeeping, by the formulas of ``layout``."""
+        return kv_claims(
+            limits,
+            owner=self.name,
+            num_groups=len(self._groups),
             block_tokens=self.block_tokens,
             extra_tokens=self.extra_tokens,
-        )
-        return (
-            _claim("page table", Fixed(bytes=table), "which block holds which tokens of each running sequence"),
-            _claim(
-                "block metadata",
-                PerBlock(bytes_per_block=metadata_bytes_per_block()),
-                "free stack and reference count of each block",
-            ),
         )
 
     def probe(self, stage: str, limits: Limits) -> Sequence[RequestView]:
         """Stand-ins for one full step of prefill or of decode; admit and free them like any other request."""
-        if stage == "prefill":
-            return _prefill_probe(limits)
-        if stage == "decode":
-            return tuple(
-                ProbeRequest(id=f"probe-{i}", num_prompt_tokens=1, num_computed_tokens=1, max_total_tokens=3)
-                for i in range(limits.max_batch_size)
-            )
-        return ()
+        return kv_probe(stage, limits)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the page table and the pool's bookkeeping: what ``claims`` said."""
-        return self._table.nbytes + self.pool.num_bytes
+        """Bytes of the page tables and the cache's bookkeeping: what ``claims`` said."""
+        return self._tables.num_bytes + self.cache.num_bytes
 
     # The page table.
 
     @property
+    def tables(self) -> Mapping[int, Ids]:
+        """By group: int32 ``[max_batch_size, blocks_per_sequence]`` slots, edited in place by the hooks: copy it
+        before an asynchronous transfer."""
+        self._tables.refresh(int(self._live.held.max()))
+        return {group: self._tables.slots[i] for i, group in enumerate(self._groups)}
+
+    @property
     def table(self) -> Ids:
-        """int32 ``[max_batch_size, blocks_per_sequence]``, edited in place by ``prepare``: copy it before an
-        asynchronous transfer."""
-        return self._table
+        """That of the first group."""
+        return self.tables[self._groups[0]]
 
     def row_index(self, request_id: str) -> int:
         if request_id not in self._row_of:
@@ -147,161 +175,211 @@ class KVManager:
         return self._row_of[request_id]
 
     def row(self, request_id: str) -> Ids:
-        """The sequence's row, a view; entries past its blocks are 0."""
-        return self._table[self.row_index(request_id)]
+        """The sequence's slots in the first group, a view; entries without a block are 0."""
+        return self.table[self.row_index(request_id)]
 
-    def block_ids(self, request_id: str) -> Ids:
-        """Blocks of the sequence in token order, a copy."""
-        row = self.row_index(request_id)
-        return self._table[row, : self._live.held[row]].copy()
+    def block_ids(self, request_id: str, *, group: int = 0) -> Ids:
+        """Ids of the blocks of the sequence in token order, those out of the window left out; a copy."""
+        row, at = self.row_index(request_id), self._groups.index(group)
+        return self._tables.ids[at, row, self._live.front[at, row] : self._live.held[row]].copy()
 
     def watermarks(self, request_id: str) -> Watermarks:
         return self._live.watermarks(self.row_index(request_id), block_tokens=self.block_tokens)
 
-    # The hooks of a step.
+    # Admission.
 
     def admit(self, request: RequestView, txn: Txn) -> Grant | Deferral:
-        """Count on what the request is expected to need, or say how many blocks that is and take nothing."""
-        lifetime = self._checked_lifetime(request)
-        need, have = self._expected_need(request), self.available()
-        if need > have:
-            return Deferral(manager=self.name, need=need, have=have)
-        if self._owns_slots and isinstance(no_slot := self._slots.admit(request, txn), Deferral):
-            return no_slot
-        row = self._row_of[request.id] = self._slots.slot_of(request.id)
-        self._live.enter(row, request, lifetime=lifetime)
-        txn.undo(partial(self.free, request.id))
-        return Grant(units=need)
+        """Claim what is cached of it and count on what it is expected to take beyond, or take nothing and say why."""
+        self._check_new(request)
+        text = self._prefixes.text(request)
+        match = self._prefixes.match(text)
+        if (neighbour := self._prefixes.neighbour(text, match.num_blocks, self._progress)) is not None:
+            self._prefixes.remember(text)
+            return Deferral(manager=self.name, need=0, have=0, waits_for=neighbour)
+        need, have = self._need(text, match), self.available()
+        if need > have and match.partial is not None:
+            # The block it would be copied from must stay until it is; without it the request may fit.
+            match = self.cache.without_partial(match)
+            need = self._need(text, match)
+        answer = Deferral(manager=self.name, need=need, have=have) if need > have else self._slot(request, txn)
+        if answer is not None:
+            self._prefixes.remember(text)
+            return answer
+        self._enter(text, match, txn)
+        return Grant(cached_tokens=match.num_tokens, units=need, is_loading=bool(match.host_blocks))
+
+    def _need(self, text: Text, match: Match) -> int:
+        """What becomes held, and what the policy expects it to take after that."""
+        return match.num_new_live + self._needs.at_admission(text.request, self._holdings.start(text, match))
+
+    def _progress(self, request_id: str) -> tuple[int, int]:
+        row = self._row_of[request_id]
+        return int(self._live.scheduled[row]), int(self._live.computed[row])
+
+    def _slot(self, request: RequestView, txn: Txn) -> Deferral | None:
+        answer = self._slots.admit(request, txn) if self._owns_slots else None
+        return answer if isinstance(answer, Deferral) else None
+
+    def _enter(self, text: Text, match: Match, txn: Txn) -> None:
+        request_id = text.request.id
+        self.cache.claim(match)
+        row = self._row_of[request_id] = self._slots.slot_of(request_id)
+        txn.undo(partial(self._unadmit, text, match, row, int(self._live.epoch[row])))
+        self._holdings.enter(row, text, match, lifetime=self._needs.positions(text.request))
+        if match.host_blocks:
+            self._loads.ask(request_id, match.host_blocks)
+        self._prefixes.count(text, match, 1)
+
+    def _unadmit(self, text: Text, match: Match, row: int, epoch: int) -> None:
+        """As before ``_enter``, to the age of what was claimed; nothing if the sequence has left since."""
+        if self._live.epoch[row] != epoch:
+            return
+        self._prefixes.count(text, match, -1)
+        self.cache.unclaim(match)
+        self._leave(text.request.id, row)
+        self._prefixes.remember(text)
+
+    # The hooks of a step.
 
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:
-        grown = self._blocks(ends) - self._live.held[self._rows(request_ids)]
-        return max(0, int(np.maximum(grown, 0).sum()) - self.pool.num_free)
+        grown = self._needs.blocks(ends) - self._live.held[self._rows(request_ids)]
+        return max(0, self._num_blocks(np.maximum(grown, 0)) - self.cache.num_available)
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Blocks for every token the step writes. Raises before it changes anything: ``Veto`` if they are not there."""
         self._check_open()
         rows, ends = self._rows(plan.request_ids), plan.ends
-        num_blocks = self._blocks(ends)
-        self._check_step(plan, rows, num_blocks)
+        num_blocks = self._needs.blocks(ends)
+        self._live.check(plan, rows, num_blocks)
+        self._loads.check(plan.request_ids)
         held = self._live.held[rows]
-        grown = num_blocks - held
-        num_new = int(grown.sum())
-        if num_new > self.pool.num_free:
-            raise Veto(self.name, f"the step needs {num_new} blocks and {self.pool.num_free} are free")
-        if num_new:
-            self._table[_entries(rows, held, grown)] = self.pool.allocate(num_new)
-            self._live.held[rows] = held + grown
-            self._high_water = max(self._high_water, self.pool.num_used)
-        self._live.scheduled[rows] = ends
-        prepared = self._in_flight[plan] = _Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
+        grown = np.maximum(num_blocks - held, 0)
+        num_new, num_available = self._num_blocks(grown), self.cache.num_available
+        if num_new > num_available:
+            raise Veto(self.name, f"the step needs {num_new} blocks and {num_available} are free")
+        self.cache.begin_step()
+        prepared = _Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
         txn.undo(partial(self._unprepare, plan, prepared))
+        if num_new:
+            self._holdings.grow(rows, grown)
+        self._live.scheduled[rows] = ends
+        self._holdings.copy_partials(rows)
+        self._in_flight[plan] = prepared
+        self.cache.flush()
 
-    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:  # noqa: ARG002 - no drafts to take back yet
-        """The step's tokens are computed. Sequences freed since it was prepared are skipped."""
-        prepared = self._in_flight.pop(plan, None)
-        if prepared is not None:
-            here = self._still_here(prepared)
-            self._live.computed[prepared.rows[here]] = plan.ends[here]
+    def committed(self) -> None:
+        """What was copied needs its sources no more, and what lies on the host begins to come."""
+        self._holdings.copies_are_final()
+        self._loads.begin()
 
-    def free(self, request_id: str, *, keep_cached: bool = True) -> None:  # noqa: ARG002 - nothing is cached yet
-        row = self._row_of.pop(request_id, None)
-        if row is None:
+    def loading(self) -> Collection[str]:
+        return self._loads.waiting()
+
+    def wait_loaded(self) -> None:
+        self._loads.wait()
+
+    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
+        """The step's tokens are computed, but for rejected drafts. Who was freed since it was prepared is skipped."""
+        prepared = self._in_flight.get(plan)
+        if prepared is None:
             return
-        held = self._table[row, : self._live.held[row]]
-        self.pool.free(held)
-        held[:] = 0
-        self._live.leave(row)
-        if not self._row_of:
-            # Steps still in flight have nothing left to say, and some never land.
-            self._in_flight.clear()
-        if self._owns_slots:
-            self._slots.free(request_id)
+        here = self._still_here(prepared)
+        rows, ends = prepared.rows[here], plan.ends[here]
+        if plan.drafts is not None:
+            rejected = rejected_drafts(plan, outcome)[here]
+            self._holdings.reject(rows, ends, rejected, extra_tokens=self.extra_tokens)
+            ends = ends - rejected
+        del self._in_flight[plan]
+        self._live.computed[rows] = ends
+        self._holdings.store_crossed(rows)
+        for group, window in self._needs.windows:
+            self._holdings.cut_window(group, window, rows)
+
+    def free(self, request_id: str, *, keep_cached: bool = True, pin_on_release: bool = False) -> PinHandle | None:
+        """Give everything back. What was computed stays in the cache, the last partial block too.
+
+        keep_cached False: what nobody else holds is forgotten. pin_on_release: what was computed is pinned first.
+        """
+        row = self._row_of.get(request_id)
+        if row is None:
+            return None
+        if keep_cached:
+            self._holdings.store(row, with_partial=True)
+        num_computed = -(-int(self._live.computed[row]) // self.block_tokens)
+        pin = self._holdings.pin(row, num_computed) if pin_on_release else None
+        self._holdings.release(row, keep_cached=keep_cached)
+        self._leave(request_id, row)
+        return pin
+
+    def pin(self, request_id: str) -> PinHandle:
+        """Pin the whole blocks that are computed; the sequence runs on."""
+        row = self.row_index(request_id)
+        return self._holdings.pin(row, int(self._live.computed[row]) // self.block_tokens)
 
     def reset(self) -> None:
         for request_id in list(self._row_of):
-            self.free(request_id)
+            self.free(request_id, keep_cached=False)
+        for pin in list(self._holdings.pins):
+            pin.close()
+        self.cache.clear()
 
     def close(self) -> None:
         self.reset()
         self._closed = True
 
     def stats(self) -> Mapping[str, int]:
-        """Counts of blocks, and of live sequences; ``reserved`` are the blocks they are still expected to take."""
+        """Counts of blocks, tokens and live sequences; ``reserved`` blocks are those they are still expected to take,
+        ``hit_tokens`` the part of ``queried_tokens`` that admitted requests found cached. And the cache's own."""
         return {
-            "capacity": self.pool.num_blocks,
+            **self.cache.stats(),
+            "capacity": self.cache.capacity,
             "available": self.available(),
-            "allocated": self.pool.num_used,
+            "allocated": self.cache.num_live,
             "reserved": self._num_expected(),
-            "high_water": self._high_water,
             "sequences": len(self._row_of),
+            "loading": len(self.loading()),
+            "pins": len(self._holdings.pins),
+            "high_water": self._holdings.high_water,
+            **self._prefixes.counts,
         }
 
-    # Arithmetic, over all rows at once.
+    # Sums, checks, and what undoes a step.
 
-    def _written(self, prompt: Ints | int, new: Ints | int) -> Ints:
-        """Tokens whose entries are written for ``new`` generated ones: the last is sampled and never fed back."""
-        return prompt + np.maximum(np.subtract(new, 1), 0) + self.extra_tokens
+    def _leave(self, request_id: str, row: int) -> None:
+        del self._row_of[request_id]
+        self._loads.drop(request_id)
+        self._holdings.leave(row)
+        if not self._row_of:
+            # Steps still in flight have nothing left to say, and some never land.
+            self._in_flight.clear()
+        if self._owns_slots:
+            self._slots.free(request_id)
 
-    def _blocks(self, num_tokens: Ints) -> Ints:
-        return (num_tokens + (self.block_tokens - 1)) // self.block_tokens
-
-    def _expected_need(self, request: RequestView) -> int:
-        """Blocks of the request's whole life as the policy expects it, from nothing held."""
-        alone = Sequences(1)
-        alone.enter(0, request, lifetime=self.lifetime_need(request))
-        return int(self._expected(alone)[0])
+    def _num_blocks(self, positions: Ints) -> int:
+        return int(positions.sum()) * len(self._groups)
 
     def _num_expected(self) -> int:
         """Blocks that the live sequences are expected to take beyond those they hold."""
-        return int((self._expected(self._live) - self._live.held).sum())
-
-    def _expected(self, sequences: Sequences) -> Ints:
-        """Blocks that each sequence holds in the end, as the policy expects; 0 for a row without one.
-
-        Never less than it holds: a policy expects at least one token more than there is.
-
-        A token is drawn by each step that reaches past the prompt, so a sequence scheduled up to s has generated
-        s + 1 - prompt by then; one that came back and computes its output again knew more than that.
-        """
-        drawn = np.maximum(sequences.returned, sequences.scheduled + 1 - sequences.prompt)
-        new = self.admission.expected_new_tokens(np.minimum(drawn, sequences.most), sequences.most)
-        return np.minimum(self._blocks(self._written(sequences.prompt, new)), sequences.lifetime)
-
-    # Checks, and what undoes a step.
+        return int(self._needs.expected(self._live).sum())
 
     def _check_open(self) -> None:
         if self._closed:
             raise ResourceError("the KV manager is closed")
 
-    def _checked_lifetime(self, request: RequestView) -> int:
+    def _check_new(self, request: RequestView) -> None:
         self._check_open()
-        lifetime = self.lifetime_need(request)
+        self.lifetime_need(request)
+        positions = self._needs.positions(request)
         if request.id in self._row_of:
             raise ResourceError(f"request {request.id!r} is admitted twice")
-        if lifetime > self._table.shape[1]:
-            raise ResourceError(
-                f"request {request.id!r} needs {lifetime} blocks; a sequence has {self._table.shape[1]}"
-            )
-        return lifetime
+        if positions > self._tables.width:
+            raise ResourceError(f"request {request.id!r} needs {positions} blocks; a sequence has {self._tables.width}")
 
     def _rows(self, request_ids: Sequence[str]) -> Ints:
         try:
             return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64, len(request_ids))
         except KeyError as unknown:
             raise ResourceError(f"request {unknown.args[0]!r} holds no KV blocks") from None
-
-    def _check_step(self, plan: StepPlan, rows: Ints, num_blocks: Ints) -> None:
-        """Each row goes on where its sequence stands, stays inside its life, and is there once."""
-        scheduled, lifetime = self._live.scheduled[rows], self._live.lifetime[rows]
-        wrong = (plan.starts != scheduled) | (plan.counts < 1) | (num_blocks > lifetime)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise ResourceError(
-                f"request {plan.request_ids[at]!r}: tokens [{plan.starts[at]}, {plan.ends[at]}) after {scheduled[at]} "
-                f"scheduled, in a life of {lifetime[at]} blocks"
-            )
-        if rows.size and np.bincount(rows).max() > 1:
-            raise ResourceError(f"a request is in a step twice: {', '.join(plan.request_ids)}")
 
     def _still_here(self, prepared: _Prepared) -> Flags:
         return self._live.epoch[prepared.rows] == prepared.epochs
@@ -310,46 +388,11 @@ class KVManager:
         """Blocks and watermarks as before; what was freed in the meantime has given its blocks back already."""
         self._in_flight.pop(plan, None)
         here = self._still_here(prepared)
-        rows, held = prepared.rows[here], prepared.held[here]
-        taken = _entries(rows, held, self._live.held[rows] - held)
-        # One call, in the order they were taken, puts the free stack back as it was.
-        self.pool.free(self._table[taken])
-        self._table[taken] = 0
-        starts = plan.starts[here]
-        self._live.held[rows], self._live.scheduled[rows] = held, starts
+        rows, starts, held = prepared.rows[here], plan.starts[here], prepared.held[here]
+        if (self._live.front[:, rows] > held).any():
+            raise ResourceError("a step that has landed has given blocks up that are out of the window now")
+        self._holdings.unstore(rows, starts)
+        self._holdings.cut(rows, held)
+        self._live.scheduled[rows] = starts
         self._live.computed[rows] = np.minimum(self._live.computed[rows], starts)
-
-
-def _entries(rows: Ints, first: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Places in the page table, row after row: columns [first[i], first[i] + counts[i]) of rows[i]."""
-    some = np.flatnonzero(counts)  # in a decode step few rows begin a block
-    rows, first, counts = rows[some], first[some], counts[some]
-    before = np.cumsum(counts) - counts
-    columns = np.arange(counts.sum()) + np.repeat(first - before, counts)
-    return np.repeat(rows, counts), columns
-
-
-def _claim(name: str, cost: Fixed | PerBlock, reason: str) -> Claim:
-    return Claim(
-        name=name,
-        owner=KVManager.name,
-        line=LineKind.TABLES,
-        cost=cost,
-        lifetime=Lifetime.RESIDENT,
-        maker=Maker.LIBRARY,
-        source=Source.DERIVED,
-        reason=reason,
-        ref="tonnage.layout",
-    )
-
-
-def _prefill_probe(limits: Limits) -> tuple[ProbeRequest, ...]:
-    """Prompts that fill ``max_num_tokens``, one token short of the longest so that each may sample; the last is
-    shorter. No more of them than sequences run at once."""
-    longest = max(1, min(limits.max_num_tokens, limits.max_seq_len - 1))
-    total = min(limits.max_num_tokens, limits.max_batch_size * longest)
-    lengths = [min(longest, total - start) for start in range(0, total, longest)]
-    return tuple(
-        ProbeRequest(id=f"probe-{i}", num_prompt_tokens=length, max_total_tokens=length + 1)
-        for i, length in enumerate(lengths)
-    )
+        self._holdings.uncopy_partials(rows)

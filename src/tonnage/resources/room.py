@@ -17,6 +17,7 @@ from tonnage.resources.blocks import NONE, Blocks, Level, Stack, as_ids
 from tonnage.resources.cache_events import CacheEvents
 from tonnage.resources.eviction import Deadlines, EvictionQueue, Ranks
 from tonnage.resources.mover import Ids, Load, Mover
+from tonnage.resources.transfers import TransferBudget
 from tonnage.resources.tree import PrefixTree
 
 
@@ -43,19 +44,19 @@ class Room:
         ranks: Ranks,
         events: CacheEvents,
         mover: Mover,
+        budget: TransferBudget,
         clock: Callable[[], float],
         *,
         keeps_node: Sequence[bool],
         offload_priority: int,
     ) -> None:
-        self.blocks, self.tree, self.ranks, self.events, self.mover = blocks, tree, ranks, events, mover
+        self.blocks, self.tree, self.ranks, self.events = blocks, tree, ranks, events
+        self.mover, self.budget = mover, budget
         self.body, self.head, self.host = (EvictionQueue(ranks) for _ in range(3))
         self.deadlines = Deadlines(ranks, clock)
         self.lent = 0
         self.version = 0
         self.counts: Counter[str] = Counter()
-        #: Blocks that may still go to the host in this step; None: no bound.
-        self.allowance: int | None = None
         self._keeps_node, self._offload_priority = tuple(keeps_node), offload_priority
         self._loading: list[_Loading] = []
 
@@ -137,8 +138,7 @@ class Room:
         if not self.blocks.num_host_slots:
             return []
         found = [block for block in victims if self.ranks.priorities[block] >= self._offload_priority]
-        if self.allowance is not None:
-            found = found[len(found) - min(len(found), self.allowance) :]
+        found = found[len(found) - min(len(found), self.budget.num_left) :]
         num_free = len(self.blocks.free_host)
         while len(found) > num_free:
             lowest = self.host.lowest()
@@ -170,8 +170,7 @@ class Room:
         self.blocks.place(ids, Level.HOST, slots)
         self.tell("stored", ids, Level.HOST)
         self.counts["offloaded"] += ids.size
-        if self.allowance is not None:
-            self.allowance -= ids.size
+        self.budget.take(ids.size)
         self._offer_all(kept)
 
     def drop(self, block: int) -> None:
@@ -241,8 +240,7 @@ class Room:
         self._loading.append(_Loading(load, ids, host_slots))
         self.counts["loaded"] += ids.size
         self.version += 1
-        if self.allowance is not None:
-            self.allowance = max(0, self.allowance - ids.size)
+        self.budget.take(ids.size)  # whoever waits gets all of it: what goes out has to make do with the rest
 
     def loading(self) -> set[int]:
         """Blocks that have not come yet. What has come is let go by the transfer."""

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tonnage.errors import ResourceError
 from tonnage.resources.base import RequestView
+from tonnage.step import Ints, StepPlan
 from tonnage.units import round_down
+
+#: ``stored`` of a sequence that stores nothing: no border is ever crossed.
+NEVER = 2**40
+#: ``parent`` of a sequence that has stored nothing yet: the root of the prefix tree.
+ROOT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,31 +30,73 @@ class Watermarks:
     committed: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a sequence begins: ``cached_tokens`` of its text are in the cache, the whole blocks of them ``held``.
+
+    fronts    for each group of layers, the first position whose block is held; those before are out of the window
+    parent    node of the last held block; stores: whether what it computes goes into the tree
+    """
+
+    cached_tokens: int = 0
+    held: int = 0
+    fronts: tuple[int, ...] | int = 0
+    parent: int = ROOT
+    stores: bool = False
+
+
 class Sequences:
-    """The live sequences by row, int64 ``[num_rows]`` each; a row without a sequence is all 0.
+    """The live sequences by row, int64 ``[num_rows]`` each; a row without a sequence is all 0. Blocks are counted by
+    position: block i of a text holds its tokens [i * block_tokens, (i + 1) * block_tokens), once in each group.
 
     prompt, most          tokens of the prompt, and the most that may be generated
     returned              tokens generated before it was admitted: it was suspended and came back
-    lifetime, held        blocks of its whole life, and those it has
+    known                 tokens known when it was admitted
+    lifetime, held        positions of its whole life, and the end of those it has blocks for
     scheduled, computed   watermarks, in tokens
+    matched, stored       blocks found in the tree when it was admitted, and those that are in it by now
+    parent                node of the last stored one
+    front                 [num_groups, num_rows]: the first position with a block
     epoch                 how many sequences have left the row: tells its owner from those before
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self._all = np.zeros((7, num_rows), np.int64)
-        self.prompt, self.most, self.returned, self.lifetime, self.held, self.scheduled, self.computed = self._all
+    def __init__(self, num_rows: int, num_groups: int = 1) -> None:
+        self._all = np.zeros((11, num_rows), np.int64)
+        self.prompt, self.most, self.returned, self.known, self.lifetime, self.held = self._all[:6]
+        self.scheduled, self.computed, self.matched, self.stored, self.parent = self._all[6:]
+        self.front: Ints = np.zeros((num_groups, num_rows), np.int64)
         self.epoch = np.zeros(num_rows, np.int64)
 
-    def enter(self, row: int, request: RequestView, *, lifetime: int) -> None:
+    def enter(self, row: int, request: RequestView, *, lifetime: int, start: Start) -> None:
+        known = len(request.token_ids)
         self.prompt[row] = request.num_prompt_tokens
         self.most[row] = request.max_total_tokens - request.num_prompt_tokens
-        self.returned[row] = len(request.token_ids) - request.num_prompt_tokens
+        self.returned[row] = known - request.num_prompt_tokens
+        self.known[row] = known
         self.lifetime[row] = lifetime
-        self.scheduled[row] = self.computed[row] = request.num_computed_tokens
+        self.scheduled[row] = self.computed[row] = request.num_computed_tokens + start.cached_tokens
+        self.held[row] = self.matched[row] = start.held
+        self.stored[row], self.parent[row] = start.held if start.stores else NEVER, start.parent
+        self.front[:, row] = start.fronts
 
     def leave(self, row: int) -> None:
         self._all[:, row] = 0
+        self.front[:, row] = 0
         self.epoch[row] += 1
+
+    def check(self, plan: StepPlan, rows: Ints, ends: Ints) -> None:
+        """Each row of the plan goes on where its sequence stands, ends within its life (``ends``: in positions), and
+        is there once. Raises ``ResourceError``."""
+        scheduled, lifetime = self.scheduled[rows], self.lifetime[rows]
+        wrong = (plan.starts != scheduled) | (plan.counts < 1) | (ends > lifetime)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ResourceError(
+                f"request {plan.request_ids[at]!r}: tokens [{plan.starts[at]}, {plan.ends[at]}) after {scheduled[at]} "
+                f"scheduled, in a life of {lifetime[at]} blocks"
+            )
+        if rows.size and np.bincount(rows).max() > 1:
+            raise ResourceError(f"a request is in a step twice: {', '.join(plan.request_ids)}")
 
     def watermarks(self, row: int, *, block_tokens: int) -> Watermarks:
         computed = int(self.computed[row])

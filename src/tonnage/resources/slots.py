@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
@@ -32,6 +33,7 @@ class SlotManager:
         self._closed = False
         self._owned: dict[str, int] = {}
         self._free = list(range(num_slots))
+        self._num_left = [0] * num_slots  # owners that have left each slot: tells its owner from those before
 
     def capacity(self) -> int:
         return self._num_slots
@@ -64,8 +66,8 @@ class SlotManager:
             )
         if not self._free:
             return Deferral(manager=self.name, need=1, have=0)
-        self._owned[request.id] = heapq.heappop(self._free)
-        txn.undo(lambda: self.free(request.id))
+        slot = self._owned[request.id] = heapq.heappop(self._free)
+        txn.undo(partial(self._unadmit, request.id, slot, self._num_left[slot]))
         return Grant(units=1)
 
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:  # noqa: ARG002 - a slot is all a sequence needs
@@ -93,12 +95,13 @@ class SlotManager:
     def free(self, request_id: str, *, keep_cached: bool = True) -> None:  # noqa: ARG002 - nothing is cached
         slot = self._owned.pop(request_id, None)
         if slot is not None:
+            self._num_left[slot] += 1
             heapq.heappush(self._free, slot)
 
     def reset(self) -> None:
         """Every slot free."""
-        self._owned.clear()
-        self._free = list(range(self._num_slots))
+        for request_id in list(self._owned):
+            self.free(request_id)
 
     def close(self) -> None:
         self.reset()
@@ -106,3 +109,8 @@ class SlotManager:
 
     def stats(self) -> Mapping[str, int]:
         return {"capacity": self._num_slots, "available": len(self._free), "used": len(self._owned)}
+
+    def _unadmit(self, request_id: str, slot: int, num_left: int) -> None:
+        """Nothing if the sequence has left since, though one of its name may be here again."""
+        if self._owned.get(request_id) == slot and self._num_left[slot] == num_left:
+            self.free(request_id)
