@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tonnage.caching import CacheParams
 from tonnage.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tonnage.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CacheParams", "SamplingParams", "__version__"]
 
 _LATER = {"LLM": "tonnage.engine.llm", "AsyncLLM": "tonnage.engine.async_llm"}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from tonnage.errors import InvalidSetting
 
@@ -35,6 +36,16 @@ class CacheParams:
     retain_seconds: float | None = None
     retain_tokens: int | None = None
 
+    @classmethod
+    def read(cls, value: object) -> CacheParams:
+        """A ``CacheParams``, or a mapping of its fields as a line of JSON has it. Raises ``InvalidSetting``."""
+        if isinstance(value, cls):
+            return value
+        names = [each.name for each in fields(cls)]
+        if not isinstance(value, Mapping) or not all(name in names for name in value):
+            raise InvalidSetting("cache", value, "not what it may hold", remedy=f"write any of {', '.join(names)}")
+        return cls(**value)
+
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool):
             raise InvalidSetting("reuse", self.reuse, "neither True nor False", remedy="write True or False")
@@ -44,9 +55,7 @@ class CacheParams:
                 "cache priority", self.priority, "out of range", remedy=f"write {MIN_PRIORITY} to {MAX_PRIORITY}"
             )
         seconds = self.retain_seconds
-        if seconds is not None and not (
-            isinstance(seconds, int | float) and not isinstance(seconds, bool) and math.isfinite(seconds) and seconds > 0
-        ):
+        if seconds is not None and not _is_time(seconds):
             raise InvalidSetting("retain_seconds", seconds, "no time above 0", remedy="write seconds, or leave it out")
         if self.retain_tokens is not None and (not _is_whole(self.retain_tokens) or self.retain_tokens < 0):
             raise InvalidSetting(
@@ -56,6 +65,10 @@ class CacheParams:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _check_salt(salt: object) -> None:

@@ -90,7 +90,7 @@ class Knobs:
     scratch          "cap" (default): such scratch shares the budget with the pool, and steps are kept within what it
                      got; "reserve": its worst case is set aside whole, and no step is ever held back
     graphs           decode batch sizes that get a CUDA graph: "none", "default", or numbers between commas
-    host_kv_bytes    host memory for the cache of sequences that wait, of all ranks together
+    host_kv_bytes    host memory for blocks that are evicted from the device, of all ranks together (default none)
     disk_kv_bytes    its room comes later; a set value is refused
     disabled_claims  claims switched off by name; the report shows each
     """

@@ -66,6 +66,7 @@ class LogitBias(Mapping[int, float]):
 
 
 _NO_BIAS = LogitBias({})
+_SHARED = CacheParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     priority: int = 0
-    cache: CacheParams = CacheParams()
+    cache: CacheParams = _SHARED
 
     def __post_init__(self) -> None:
         """Raise ``InvalidSetting`` for the first field that is out of range or of the wrong type."""
@@ -132,8 +133,7 @@ class SamplingParams:
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
         self._check_numbers()
         self._check_stops()
-        if not isinstance(self.cache, CacheParams):
-            raise InvalidSetting("cache", self.cache, "no CacheParams", remedy="write CacheParams(...), or leave it out")
+        object.__setattr__(self, "cache", CacheParams.read(self.cache))
         if not isinstance(self.logit_bias, LogitBias):
             object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 

@@ -130,14 +130,14 @@ class Txn:
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._open = True
 
     @property
     def is_open(self) -> bool:
         return self._open
 
-    def undo(self, action: Callable[[], None]) -> None:
+    def undo(self, action: Callable[[], object]) -> None:
         assert self._open, "the transaction is closed"
         self._undo.append(action)
 

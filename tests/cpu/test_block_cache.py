@@ -191,7 +191,7 @@ class Bench:
             assert sorted(blocks.slots[here].tolist()) == np.flatnonzero(owners != NONE).tolist()
             assert (owners[blocks.slots[here]] == here).all()
             free = sorted(slot for stack in stacks for slot in stack.listed().tolist())
-            taken = set(range(room.lent)) if level is Level.DEVICE else set()
+            taken = set(range(room.lent)) if level == Level.DEVICE else set()
             assert sorted({*free, *taken, *np.flatnonzero(owners != NONE).tolist()}) == list(range(owners.size))
             assert len(free) + len(taken) + np.count_nonzero(owners != NONE) == owners.size
         num_placed = np.count_nonzero(blocks.levels != Level.NOWHERE)

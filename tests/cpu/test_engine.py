@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tonnage.caching import CacheParams
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import EngineOptions, Finish, start
 from tonnage.errors import DoesNotFit, InputError, RequestRefused
@@ -101,7 +102,7 @@ def test_text_equals_generate_for_every_shape_and_chunking(tmp_path, shape, max_
 
 def test_requests_that_do_not_fit_wait_in_order_and_all_finish(narrow):
     for i in range(6):
-        ask(narrow, f"r{i}", length=40, max_tokens=20)
+        ask(narrow, f"r{i}", length=40, max_tokens=20, cache=CacheParams(reuse=False))
     done = drain(narrow)
     assert [completion.request_id for completion in done] == [f"r{i}" for i in range(6)]
     assert all(completion.finish_reason is Finish.LENGTH for completion in done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -15,13 +16,22 @@ from tonnage.bench.witness import RULES as WITNESS_RULES
 from tonnage.bench.witness import Heard, Witness
 from tonnage.config import LimitKnobs, Setting
 from tonnage.engine import Completion, EngineOptions, Finish, start
+from tonnage.engine.mishaps import Mishaps
 from tonnage.engine.outcome import TokenLogprobs
 from tonnage.engine.queue import WaitingQueue
 from tonnage.engine.request import Delta
 from tonnage.engine.scheduler import Scheduler
 from tonnage.engine.stub import stub_engine
 from tonnage.errors import InvalidSetting
+from tonnage.resources import prefixes
+from tonnage.resources.cache import BlockCache
+from tonnage.resources.gate import PrefillTokens
+from tonnage.resources.holdings import _sources
 from tonnage.resources.kv import KVManager
+from tonnage.resources.loads import Loads
+from tonnage.resources.prefixes import Prefixes
+from tonnage.resources.room import Room
+from tonnage.resources.tables import PageTables
 from tonnage.sampling import SamplingParams
 from tonnage.terms import LineKind, MemoryKind
 from tonnage.units import GiB, MiB
@@ -29,12 +39,20 @@ from tonnage.units import GiB, MiB
 #: A pool of two sequences of full length, where most end soon: many wait, and some are suspended.
 TIGHT = {"kv_tokens": 512, "max_seq_len": 256, "max_batch_size": 48, "max_num_tokens": 256, "end_probability": 0.1}
 STUB = {"kv_tokens": 2048, "max_seq_len": 256, "max_batch_size": 48, "max_num_tokens": 256, "end_probability": 0.02}
+#: Prefixes are shared, evicted blocks go to the host and come back slowly, and the head is lent and taken back.
+SHARED = {"prefix_caching": True, "checks_contents": True}
+TIERED = {**SHARED, "head_tokens": 512, "host_kv_tokens": 4096, "load_steps": 4}
+SMALL_TIERS = {**SHARED, "head_tokens": 256, "host_kv_tokens": 1024, "load_steps": 6}
 
 
-def soaked(engine, num_requests, *, seed=0, has_sampler=False):
+def soaked(engine, num_requests, *, seed=0, has_sampler=False, mishaps=None):
     with engine:
         return Soak(
-            engine, make_mix(engine, seed), is_over=lambda asked, _: asked >= num_requests, has_sampler=has_sampler
+            engine,
+            make_mix(engine, seed),
+            is_over=lambda asked, _: asked >= num_requests,
+            has_sampler=has_sampler,
+            mishaps=mishaps,
         ).run()
 
 
@@ -65,9 +83,52 @@ def test_the_stub_holds(setting, num_requests, num_suspended):
     assert report.counts.get("suspended", 0) >= num_suspended
 
 
+#: Sizes with a cache, requests, and how many suspensions, loads, copies of partial blocks there must be at least.
+CACHES = {
+    "shared": ({**STUB, **SHARED}, 800, 0, 0, 30),
+    "tiers": ({**STUB, **TIERED}, 800, 0, 100, 30),
+    "slow link": ({**STUB, **TIERED, "link_blocks": 4}, 500, 0, 50, 20),
+    "tight": ({**TIGHT, **SMALL_TIERS}, 500, 1, 200, 10),
+    "one sequence fills the pool": ({**TIGHT, **SMALL_TIERS, "kv_tokens": 256}, 400, 1, 200, 10),
+    "uncut": ({**TIGHT, **SMALL_TIERS, "chunk_tokens": "none"}, 400, 1, 100, 5),
+    "reserve_all": ({**STUB, **TIERED, "admission": "reserve_all", "block_tokens": 8}, 500, 0, 100, 30),
+}
+
+
+@pytest.mark.parametrize("setting", CACHES.values(), ids=CACHES)
+def test_the_stub_holds_with_a_cache(setting):
+    sizes, num_requests, num_suspended, num_loaded, num_copied = setting
+    report = soaked(stub_engine(**sizes), num_requests, seed=5)
+    assert report.is_good, "\n".join(report.told)
+    assert report.cache["hit_tokens"] > report.cache["queried_tokens"] // 3
+    assert report.cache["evicted"] > 100
+    if sizes["kv_tokens"] > sizes["max_seq_len"]:  # else nothing may be pinned
+        assert report.cache["pins"] > 0
+    assert report.cache["loaded"] >= num_loaded
+    assert report.cache["partial_copies"] >= num_copied
+    assert report.counts.get("suspended", 0) >= num_suspended
+    if "head_tokens" in sizes:
+        assert report.cache["taken_back"] > 10
+        assert report.cache["moved"] > 100
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_stub_holds_though_steps_and_copies_fail(name):
+    sizes, num_requests, *_ = CACHES[name]
+    mishaps = Mishaps(probability=0.01, seed=3)
+    report = soaked(stub_engine(**sizes, mishaps=mishaps), num_requests, seed=6, mishaps=mishaps)
+    assert report.is_good, "\n".join(report.told)
+    assert {"veto", "out of memory", "launch", "not finite"} <= report.faults.keys()
+    assert report.outcomes["length"] + report.outcomes["stop"] > num_requests // 2
+    assert len(report.result.retried_steps) > 2
+    if "head_tokens" in sizes:
+        assert report.counts["fault"] > 3
+
+
 def test_a_soak_of_so_many_requests_repeats_itself():
-    once, again = (soaked(stub_engine(**STUB), 300, seed=8) for _ in range(2))
+    once, again = (soaked(stub_engine(**STUB, **TIERED), 300, seed=8) for _ in range(2))
     assert (once.outcomes, once.counts, once.num_tokens) == (again.outcomes, again.counts, again.num_tokens)
+    assert once.cache == again.cache
     assert soaked(stub_engine(**STUB), 300, seed=9).counts != once.counts
 
 
@@ -105,23 +166,25 @@ def suspends_the_oldest(monkeypatch):
 
 
 def bounds_no_step(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_prefill_tokens", lambda *args: 2 * args[-1])
+    monkeypatch.setattr(PrefillTokens, "limit", lambda *_: None)
 
 
 def admits_one_request_at_a_time(monkeypatch):
     admitted = Scheduler._admitted
     monkeypatch.setattr(
-        Scheduler, "_admitted", lambda self, request, txn: not self.num_running and admitted(self, request, txn)
+        Scheduler,
+        "_admitted",
+        lambda self, request, room, txn: None if self.num_running else admitted(self, request, room, txn),
     )
 
 
 def keeps_a_block(monkeypatch):
     free = KVManager.free
 
-    def forgets(self, request_id, *, keep_cached=True):
-        free(self, request_id, keep_cached=keep_cached)
+    def forgets(self, request_id, **how):
+        free(self, request_id, **how)
         if request_id.endswith("7.0"):
-            self.pool.allocate(1)
+            self.cache.allocate(1)
 
     monkeypatch.setattr(KVManager, "free", forgets)
 
@@ -138,6 +201,65 @@ def starves(monkeypatch):
     monkeypatch.setattr("tonnage.engine.queue.MAX_OVERTAKEN", 20)
 
 
+def matches_the_last_token_too(monkeypatch):
+    monkeypatch.setattr(
+        Prefixes, "match", lambda self, text: self._cache.match(text.chain, max_tokens=len(text.tokens) - 1)
+    )
+
+
+def ignores_the_salt(monkeypatch):
+    monkeypatch.setattr(prefixes, "scope_digest", lambda **_: b"0" * 32)
+
+
+def finds_nothing(monkeypatch):
+    monkeypatch.setattr(Prefixes, "match", lambda self, text: self._cache.match(text.chain, max_tokens=0))
+
+
+def sees_late_that_loads_have_ended(monkeypatch):
+    waiting, calls = Loads.waiting, itertools.count(1)
+
+    def slow(self):
+        return waiting(self) if next(calls) % 60 == 0 else [*self._asked, *self._begun]
+
+    monkeypatch.setattr(Loads, "waiting", slow)
+
+
+def looks_at_old_slots(monkeypatch):
+    monkeypatch.setattr(PageTables, "refresh", lambda *_: None)
+
+
+def launches_before_blocks_are_out(monkeypatch):
+    monkeypatch.setattr(BlockCache, "flush", lambda _: None)
+
+
+def runs_while_it_loads(monkeypatch):
+    monkeypatch.setattr(BlockCache, "is_loaded", lambda *_: True)
+
+
+def frees_slots_of_loads_at_once(monkeypatch):
+    load = Room.load
+
+    def hasty(self, ids):
+        before = len(self._loading)
+        load(self, ids)
+        for one in self._loading[before:]:
+            self.blocks.free_host.push(one.host_slots)
+            one.host_slots = one.host_slots[:0]
+
+    monkeypatch.setattr(Room, "load", hasty)
+
+
+def forgets_to_copy(monkeypatch):
+    monkeypatch.setattr(BlockCache, "copy_partial", lambda self, partial, _: self.release(_sources(partial)))
+
+
+def leaves_blocks_in_the_scratch(monkeypatch):
+    def lazy(self, num_slots, **_):
+        self.lent = num_slots
+
+    monkeypatch.setattr(Room, "take_back", lazy)
+
+
 UNSOUND = {
     last_in_first_out: "order",
     suspends_the_oldest: "suspension",
@@ -146,12 +268,31 @@ UNSOUND = {
     keeps_a_block: "held",
     starves: "starvation",
 }
+UNSOUND_CACHES = {
+    matches_the_last_token_too: "reuse",
+    ignores_the_salt: "reuse",
+    finds_nothing: "reuse",
+    sees_late_that_loads_have_ended: "waiting",
+    looks_at_old_slots: "contents",
+    launches_before_blocks_are_out: "contents",
+    runs_while_it_loads: "contents",
+    frees_slots_of_loads_at_once: "contents",
+    forgets_to_copy: "contents",
+    leaves_blocks_in_the_scratch: "scratch",
+    keeps_a_block: "held",
+}
 
 
 @pytest.mark.parametrize("unsound", UNSOUND, ids=lambda make: make.__name__)
 def test_a_defect_put_into_the_engine_is_found(monkeypatch, unsound):
     unsound(monkeypatch)
     assert UNSOUND[unsound] in broken_by(stub_engine(**TIGHT), 200, seed=3)
+
+
+@pytest.mark.parametrize("unsound", UNSOUND_CACHES, ids=lambda make: make.__name__)
+def test_a_defect_put_into_the_cache_is_found(monkeypatch, unsound):
+    unsound(monkeypatch)
+    assert UNSOUND_CACHES[unsound] in broken_by(stub_engine(**STUB, **SMALL_TIERS), 300, seed=3)
 
 
 def test_a_completion_that_never_comes_and_one_that_nobody_asked_for(monkeypatch):
@@ -263,7 +404,7 @@ def test_the_witness_sees_what_is_wrong(wrong, rule):
 
 def test_every_rule_of_the_witness_is_tried():
     assert {rule for _, rule in WRONG} == WITNESS_RULES.keys()
-    assert RULES.keys() == {"bad values", "completions", "held", "ledger", "defects"}
+    assert RULES.keys() == {"bad values", "completions", "held", "contents", "scratch", "ledger", "defects"}
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ GOOD = {
     f"{FIT} --device H200 --least-memory {USERS}": "planned with what H200 has besides its size",
     f"{FIT} --device L4 --least-ranks {USERS}": "devices are enough: tp |refused before: tp 1 pp 1",
     f"{FIT} --device H100 --least-ranks {USERS}": "1 device is enough: tp 1, pp 1",
-    f"{FIT} --memory 20GiB {USERS} --host-kv-bytes 100GiB": "host tier  |in host memory|does not swap yet",
+    f"{FIT} --memory 20GiB {USERS} --host-kv-bytes 100GiB": "host tier  |in host memory|must still fit on the device",
     "fit smollm2 --device host --memory 1500MiB --goal longest-context": "SmolLM2-135M-Instruct on host|max_num_tokens",
     "fit smollm2 --device host --least-memory --users 4 --prompt-tokens 99 --output-tokens 1": "--device host --memory",
     f"{FIT} --memory 24GiB --goal most-concurrency": "the longest that fits, so no second one does|max_seq_len is open",

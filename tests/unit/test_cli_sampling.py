@@ -69,6 +69,7 @@ def test_every_field_may_be_a_key_of_a_line_and_counts_before_the_flag(engine: F
         "repetition_penalty": 1.5, "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"42": -100},
         "seed": 5, "stop": ["x"], "stop_token_ids": [7], "ignore_eos": True, "include_stop": True, "n": 2,
         "logprobs": 1, "prompt_logprobs": 2, "skip_special_tokens": False, "priority": -4,
+        "cache": {"salt": "s", "priority": 80, "reuse": True},
     }  # fmt: skip
     assert given.keys() == {field.name for field in fields(SamplingParams)}
     flags = {"temperature": 1.0, "seed": 1, "n": 3}

@@ -16,7 +16,7 @@ from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import CARDS, find_card, generic_card, host_card
 from tonnage.planner import plan_without_device
-from tonnage.planner.host_tier import GEN3, GEN4, GEN5, LINKS, NOT_YET, HostTier, host_tier, link_of, milliseconds
+from tonnage.planner.host_tier import GEN3, GEN4, GEN5, LINKS, WHAT_FOR, HostTier, host_tier, link_of, milliseconds
 from tonnage.terms import Rank, Source
 from tonnage.units import GiB, MiB, parse_bytes
 
@@ -98,9 +98,9 @@ def offers(**knobs: Setting[int]) -> list[str]:
     return [remedy for remedy in caught.value.remedies if "host_kv_bytes" in remedy]
 
 
-def test_a_refused_plan_offers_it_and_says_that_the_engine_does_not_swap():
+def test_a_refused_plan_offers_it_and_says_what_it_does():
     (offer,) = offers()
-    assert NOT_YET in offer
+    assert WHAT_FOR in offer
     rows, size = re.search(r"lower max_batch_size to (\d+) and set host_kv_bytes to (\S+) \(", offer).groups()
     resident, waiting = re.search(r"(\d+) of 4,096 sequences.*KV of ([\d,]+) more", offer).groups()
     assert int(resident) + int(waiting.replace(",", "")) == 4096

@@ -51,8 +51,8 @@ def test_tables_on_the_host_are_what_the_formulas_of_the_layout_say():
     }
     table = table_bytes(max_batch_size=HOST_MAX_BATCH_SIZE, max_seq_len=100, block_tokens=8)
     assert tables == {
-        "page table": Fixed(bytes=table),
-        "block metadata": PerBlock(bytes_per_block=metadata_bytes_per_block()),
+        "page table": Fixed(bytes=2 * table),  # of slots, and of ids
+        "block metadata": PerBlock(bytes_per_block=metadata_bytes_per_block(block_tokens=8, prefix_caching=True)),
         "penalty tables": Fixed(bytes=penalty_table_bytes(max_batch_size=HOST_MAX_BATCH_SIZE, vocab_size=49_152)),
     }
 

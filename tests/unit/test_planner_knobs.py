@@ -60,7 +60,7 @@ def test_fewer_graphs_leave_more_for_the_pool():
 
 @pytest.mark.parametrize(
     "asked",
-    [{"host_kv_bytes": 1}, {"state_dtype": "bfloat16"}, {"scratch": "cap"}, {"attended_tokens": 1}, {"graphs": "none"}],
+    [{"state_dtype": "bfloat16"}, {"scratch": "cap"}, {"attended_tokens": 1}, {"graphs": "none"}],
 )
 def test_the_engine_refuses_what_only_plans_know(asked):
     (name,) = asked
@@ -69,7 +69,7 @@ def test_the_engine_refuses_what_only_plans_know(asked):
         refuse_planned_only(knobs(**asked), LimitKnobs())
 
 
-ENGINE_LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens", "prompt_logprobs")
+ENGINE_LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens", "prompt_logprobs", "prefix_caching")
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(LimitKnobs) if each.name not in ENGINE_LIMITS])

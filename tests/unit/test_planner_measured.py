@@ -11,6 +11,7 @@ from test_planner import SMOLLM2, checked, limits
 from tonnage.config import Knobs, Setting
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import host_card
+from tonnage.layout import metadata_bytes_per_block
 from tonnage.planner import claims_for, plan_measured, plan_without_device, resolve_limits
 from tonnage.planner.predict import predict
 from tonnage.terms import (
@@ -95,7 +96,8 @@ class TestMeasured:
         without = checked(plan_measured(SMOLLM2, knobs=Knobs(disabled_claims=frozenset({"penalties"})), **kwargs))
         saved = with_it.bytes_of(LineKind.TABLES) - without.bytes_of(LineKind.TABLES)
         blocks = without.kv.num_slabs - with_it.kv.num_slabs
-        assert saved == MiB - 8 * blocks
+        each = metadata_bytes_per_block(prefix_caching=True)
+        assert saved == MiB - each * blocks
         assert with_it.fingerprint != plan_measured(SMOLLM2, **kwargs).fingerprint
 
     def manager_claims(self, **changes: object) -> list[Claim]:

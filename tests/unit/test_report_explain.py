@@ -39,7 +39,7 @@ PLANS: dict[str, tuple[str, str | None, Fraction | None, dict[str, Any], dict[st
     "total": (LLAMA, "H200", None, {"total_bytes": 60 * GiB}, {}),
     "bytes": (LLAMA, "H100", None, {"kv_bytes": 30 * GiB}, {"max_batch_size": 32}),
     "tokens": (LLAMA, "H100", None, {"kv_tokens": 200_000, "kv_fraction": Fraction(1, 2)}, {}),
-    "few": (LLAMA, "H200", None, {}, {"max_batch_size": 4, "max_seq_len": 4096}),
+    "few": (LLAMA, "H200", None, {}, {"max_batch_size": 4, "max_seq_len": 4096, "prefix_caching": False}),
     "no penalties": (LLAMA, "H100", None, {"disabled_claims": frozenset({"penalty tables"})}, {}),
     "fitted": (LLAMA, None, Fraction(24), {}, {}),
     "prompt log-probs": (LLAMA, "H100", None, {}, {"prompt_logprobs": True}),

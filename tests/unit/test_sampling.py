@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import pytest
 
+from tonnage.caching import CacheParams
 from tonnage.errors import InvalidSetting
 from tonnage.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, LogitBias, SamplingParams, child_seed
 
@@ -76,6 +77,7 @@ EVERYTHING = {
     "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {7: 1.5, 3: -2},
     "seed": 11, "stop": ("end", "."), "stop_token_ids": (5, 6), "ignore_eos": True, "include_stop": True, "n": 2,
     "logprobs": 4, "prompt_logprobs": 0, "skip_special_tokens": False, "priority": -3,
+    "cache": CacheParams(salt="s", priority=80, retain_seconds=2.5, retain_tokens=32),
 }  # fmt: skip
 
 COPIES = {

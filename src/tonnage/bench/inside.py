@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tonnage.bench.oracle import Limits
+import numpy as np
+
+from tonnage.bench.rules import Limits
+from tonnage.layout import KVGroupKind
 
 if TYPE_CHECKING:
     from tonnage.engine import Engine
+    from tonnage.resources.base import Deferral
+    from tonnage.resources.cache import BlockCache
 
+#: A load takes a fraction of a second; so many steps are some seconds, even of a small model.
+MAX_LOAD_STEPS = 1000
 #: Counts of the managers that say how much there is, ever was, or has been made for all; made once, it is kept.
-_NOT_HELD = ("capacity", "high_water", "num_bytes")
+_NOT_HELD = ("capacity", "high_water", "num_bytes", "host_capacity")
+#: Those of the KV cache that say where blocks are that nobody holds.
+_AT_HAND = ("free", "cached", "lent", "host_cached", "host_free")
+#: And what it has done so far.
+DONE = (
+    "queried_tokens", "hit_tokens", "evicted", "offloaded", "loaded", "moved", "partial_copies", "taken_back",
+)  # fmt: skip
 
 
 def held(engine: Engine) -> dict[str, int]:
     """Every manager's counts of what is taken and what is left; equal at any two moments when nothing runs."""
-    return {name: count for name, count in engine.stats().items() if name.split(".")[-1] not in _NOT_HELD}
+    left_out = {*_NOT_HELD, *_AT_HAND, *DONE}
+    return {name: count for name, count in engine.stats().items() if name.split(".")[-1] not in left_out}
+
+
+def done(engine: Engine) -> dict[str, int]:
+    """What the KV cache has done, in blocks, and the tokens that were looked for and found."""
+    stats = engine.stats()
+    return {name: stats[f"kv.{name}"] for name in DONE}
 
 
 def oracle_limits(engine: Engine) -> Limits:
     """The engine's bounds in the oracle's words."""
     from tonnage.engine.queue import MAX_OVERTAKEN
+    from tonnage.engine.retry import CAREFUL_STEPS
 
     limits, managers, chunking = engine.plan.limits, engine._runtime.managers, engine._runtime.chunking
+    kv = managers.kv
     return Limits(
-        num_blocks=managers.kv.capacity(),
-        block_tokens=managers.kv.block_tokens,
+        num_blocks=kv.capacity(),
+        block_tokens=kv.block_tokens,
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
@@ -34,4 +56,94 @@ def oracle_limits(engine: Engine) -> Limits:
         cuts_prompts=chunking.is_on,
         max_overtaken=MAX_OVERTAKEN,
         may_suspend=managers.admission.may_suspend,
+        shares=kv.no_reuse is None,
+        keeps_all=all(group.kind in (KVGroupKind.FULL, KVGroupKind.LATENT) for group in kv.cache.groups),
+        max_load_steps=getattr(engine._runtime, "max_load_steps", MAX_LOAD_STEPS),
+        is_link_slow=kv.cache.num_host_slots > 0 and kv.cache.room.budget.blocks_per_step < kv.cache.num_slots,
+        careful_steps=CAREFUL_STEPS,
     )
+
+
+# -- the pool ------------------------------------------------------------------------------------------------------
+
+
+def head_slots(engine: Engine) -> int:
+    """Slots that a scratch may take back."""
+    return _cache(engine).head_slots
+
+
+def take_back(engine: Engine, num_slots: int) -> Deferral | None:
+    """As ``BlockCache.take_back``, for scratch that is written to at once; where contents are kept, it is."""
+    cache, shadow = _cache(engine), _shadow(engine)
+    if shadow is not None:
+        shadow.give_scratch()
+    try:
+        return cache.take_back(num_slots)
+    finally:
+        if shadow is not None:
+            cache.flush()  # what was evicted from there may still be on its way to the host
+            shadow.take_scratch(num_scratch_slots(engine))
+
+
+def lend(engine: Engine) -> None:
+    """As ``BlockCache.lend``."""
+    shadow = _shadow(engine)
+    if shadow is not None:
+        shadow.give_scratch()
+    _cache(engine).lend()
+
+
+def num_scratch_slots(engine: Engine) -> int:
+    """Slots of the head that are not lent now."""
+    return head_slots(engine) - engine.stats()["kv.lent"]
+
+
+def num_in_scratch(engine: Engine) -> int:
+    """Blocks that lie in slots that were taken back."""
+    return int(np.count_nonzero(_cache(engine).blocks.owners[: num_scratch_slots(engine)] >= 0))
+
+
+def wrong_contents(engine: Engine) -> tuple[int, list[str]]:
+    """How often somebody found other entries than its own, and the first few cases; none where nobody keeps them."""
+    shadow = _shadow(engine)
+    return (0, []) if shadow is None else (shadow.num_wrong, shadow.told)
+
+
+def settle(engine: Engine) -> None:
+    """Loads that nobody waits for any more come to their end."""
+    _cache(engine).room.wait_all()
+
+
+def lost_blocks(engine: Engine) -> list[str]:
+    """With nothing running and nothing pinned: what is neither free nor cached, in words."""
+    cache, stats = _cache(engine), engine.stats()
+    slots = stats["kv.free"] + stats["kv.cached"] + num_scratch_slots(engine)
+    host = stats["kv.host_free"] + stats["kv.host_cached"]
+    told = []
+    if num_held := int(np.count_nonzero(cache.blocks.refs)):
+        told.append(f"{num_held} blocks are held by nobody")
+    if slots != cache.num_slots:
+        told.append(f"{slots} of {cache.num_slots} slots are free, cached or scratch")
+    if host != cache.num_host_slots:
+        told.append(f"{host} of {cache.num_host_slots} host slots are free or cached")
+    return told
+
+
+def lost_when_emptied(engine: Engine) -> list[str]:
+    """The same once the cache is empty: then all is free."""
+    cache = _cache(engine)
+    cache.clear()
+    told = lost_blocks(engine)
+    if cache.num_cached or len(cache.blocks.free_ids) != cache.blocks.num_blocks or cache.tree.num_nodes:
+        free, nodes = len(cache.blocks.free_ids), cache.tree.num_nodes
+        told.append(f"{free} of {cache.blocks.num_blocks} blocks are free and {nodes} nodes are left")
+    return told
+
+
+def _cache(engine: Engine) -> BlockCache:
+    return engine._runtime.managers.kv.cache
+
+
+def _shadow(engine: Engine) -> Any:
+    """What the stub keeps of contents; no other engine does."""
+    return getattr(engine._runtime, "shadow", None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tonnage.caching import CacheParams
 from tonnage.sampling import SamplingParams
 
 #: Values that ``SamplingParams`` must refuse, each alone.
@@ -16,12 +17,15 @@ BAD_VALUES: tuple[Mapping[str, Any], ...] = (
     {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0}, {"presence_penalty": 3.0},
     {"frequency_penalty": float("inf")}, {"logit_bias": {1: 1000.0}}, {"logit_bias": [1]}, {"seed": 2**64},
     {"stop": [""]}, {"stop": 5}, {"stop_token_ids": [-1]}, {"n": 0}, {"logprobs": 21}, {"prompt_logprobs": -1},
-    {"priority": "high"},
+    {"priority": "high"}, {"cache": "always"},
 )  # fmt: skip
 
 #: Stop strings that letters run into often.
 STOPS = ("e", "th", "a b", "qq", "zx", "and", ". ", "\n", "aaa")
 PRIORITIES = (-3, 0, 0, 0, 1, 7)
+SALTS = ("a", "b")
+#: Texts that many prompts begin with, and conversations that go on.
+NUM_SYSTEM_PROMPTS, MAX_CONVERSATIONS = 8, 64
 #: One request in so many makes no sense or can never fit.
 NUM_PER_BAD = 20
 
@@ -30,6 +34,7 @@ NUM_PER_BAD = 20
 class Ask:
     """One request of a soak.
 
+    goes_on             what it generates is remembered by the mix, for a prompt that begins with all of it
     is_malformed        makes no sense and must be refused
     cancel_after_steps  the caller takes it back so many steps later, 0: at once; None: it does not
     cancels_when_done   the caller takes it back right after it has ended, which must do nothing
@@ -39,6 +44,7 @@ class Ask:
     id: str
     token_ids: list[int]
     params: SamplingParams
+    goes_on: bool = False
     is_malformed: bool = False
     cancel_after_steps: int | None = None
     cancels_when_done: bool = False
@@ -50,18 +56,35 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Mix:
-    """Requests for an engine of these sizes; the same ``seed`` gives the same ones."""
+    """Requests for an engine of these sizes; the same ``seed`` gives the same ones, where it is told the same.
+
+    Some prompts are new from their first token, more begin with one of a few system prompts or are a conversation that
+    returns with what it was answered (``heard``). System prompts are of whole blocks and not, up to half a sequence.
+    """
 
     seed: int
     vocab_size: int
     max_seq_len: int
     max_batch_size: int
+    block_tokens: int = 16
     _rng: random.Random = field(init=False)
     _number: int = 0
     _are_long: bool = False
+    _system_prompts: list[list[int]] = field(default_factory=list)
+    _conversations: list[tuple[list[int], str | None]] = field(default_factory=list)  # the newest last; and its salt
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
+        most = max(1, self.max_seq_len // 2)
+        lengths = [self._rng.randint(1, max(1, most // self.block_tokens)) * self.block_tokens for _ in range(4)]
+        lengths += [self._rng.randint(1, most) for _ in range(NUM_SYSTEM_PROMPTS - len(lengths))]
+        self._system_prompts = [self._tokens(min(most, length)) for length in lengths]
+
+    def heard(self, ask: Ask, generated: Sequence[int]) -> None:
+        """What a request of the mix was answered."""
+        if ask.goes_on and generated:
+            self._conversations.append(([*ask.token_ids, *generated], ask.params.cache.salt))
+            del self._conversations[:-MAX_CONVERSATIONS]
 
     def burst(self) -> Iterator[Ask]:
         """Requests that come at the same moment: one, some, or more than can run.
@@ -86,12 +109,13 @@ class Mix:
             yield replace(ask, id=f"{ask.id}.{sample}", params=own)
 
     def _ask(self) -> Ask:
-        num_tokens = self._prompt_tokens()
+        token_ids, salt = self._prompt()
         listens = self._chance(0.4)
         return Ask(
             id=f"r{self._number}",
-            token_ids=self._tokens(num_tokens),
-            params=self._params(self.max_seq_len - num_tokens),
+            token_ids=token_ids,
+            params=self._params(self.max_seq_len - len(token_ids), salt),
+            goes_on=self._chance(0.4),
             cancel_after_steps=self._rng.choice((0, 0, 1, 2, 5, 20, 60)) if self._chance(0.08) else None,
             cancels_when_done=self._chance(0.1),
             listens=listens,
@@ -116,6 +140,18 @@ class Mix:
         )
         return made[kind]
 
+    def _prompt(self) -> tuple[list[int], str | None]:
+        """Tokens of a prompt, and the salt that it comes with."""
+        salt = self._rng.choice(SALTS) if self._chance(0.1) else None
+        kind, most = self._rng.random(), self.max_seq_len - 1
+        if kind < 0.3 and self._conversations:
+            told, theirs = self._rng.choice(self._conversations)
+            return [*told, *self._tokens(self._rng.randint(0, 24))][:most], theirs if self._chance(0.9) else salt
+        if kind < 0.7:
+            own = self._tokens(self._rng.randint(0, 24))
+            return [*self._rng.choice(self._system_prompts), *own][:most], salt
+        return self._tokens(self._prompt_tokens()), salt
+
     def _prompt_tokens(self) -> int:
         most = self.max_seq_len - 1
         longest = self._rng.choices((16, most // 16, most // 4, most), weights=(50, 35, 12, 3))[0]
@@ -124,10 +160,11 @@ class Mix:
     def _tokens(self, count: int) -> list[int]:
         return self._rng.choices(range(self.vocab_size), k=count)
 
-    def _params(self, room: int) -> SamplingParams:
+    def _params(self, room: int, salt: str | None) -> SamplingParams:
         """Each feature now and then, so that most steps mix rows with different ones. ``room``: tokens left."""
         rng, chance = self._rng, self._chance
-        given: dict[str, Any] = {"seed": rng.randrange(2**64)}  # one that the engine drew would not come again
+        # A seed that the engine drew would not come again.
+        given: dict[str, Any] = {"seed": rng.randrange(2**64), "cache": self._cache_params(salt)}
         most = min(room, 1 + int(rng.expovariate(1 / rng.choice((4, 40, 40, 160)))))
         if self._are_long:
             given |= {"max_tokens": rng.randint(-(-room // 4), room), "ignore_eos": True}
@@ -159,6 +196,15 @@ class Mix:
         if chance(0.4):
             given["priority"] = rng.choice(PRIORITIES)
         return SamplingParams(**given)
+
+    def _cache_params(self, salt: str | None) -> CacheParams:
+        rng = self._rng
+        given: dict[str, Any] = {"salt": salt, "reuse": not self._chance(0.05)}
+        if self._chance(0.2):
+            given["priority"] = rng.choice((0, 10, 34, 36, 80, 100))
+            given["retain_seconds"] = rng.choice((None, 0.05, 1.0, 60.0))
+            given["retain_tokens"] = rng.choice((None, 0, self.block_tokens, self.max_seq_len // 4))
+        return CacheParams(**given)
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability

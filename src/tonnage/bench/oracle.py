@@ -1,87 +1,21 @@
 """An independent judge of an engine: it recomputes from the log alone what may and what must have happened.
 
 It reads the engine's events and the caller's own acts in the order in which they happened, and shares no code with
-scheduler or managers: what it knows of the rules stands here. ``RULES`` names them.
+scheduler or managers: what it knows of the rules stands here and in ``rules`` and ``texts``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from tonnage.bench.holding import Holding, Live
+from tonnage.bench.rules import RULES, Act, Limits
+from tonnage.bench.texts import Text
 
 if TYPE_CHECKING:
     from tonnage.engine.events import Event
-
-RULES = {
-    "refusals": "refused are those that could never fit or make no sense, no others",
-    "states": "who waits is admitted, who runs is computed or suspended",
-    "rows": "a row goes on exactly where its request stood, once a step",
-    "tokens": "no step computes more tokens, or longer chunks, than its limits",
-    "sequences": "no more requests run at once than the limit",
-    "blocks": "running requests never hold more KV blocks than the pool has",
-    "order": "nobody is admitted past an older one of no lower priority",
-    "starvation": "the oldest that waits is passed a bounded number of times",
-    "suspension": "the oldest that runs is never suspended; nobody is under reserve_all",
-    "idleness": "no step leaves out whom it had tokens, sequences and blocks for",
-    "endings": "who was accepted ends once, at its length or with a reason",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What bounds the engine. None: no bound of its own. ``malformed``: ids of requests that make no sense.
-
-    max_chunk_tokens          of one row of prefill
-    max_beside_decode_tokens  of all prefill in a step that also decodes
-    cuts_prompts              False: a prompt is computed in one step
-    """
-
-    num_blocks: int
-    block_tokens: int
-    max_seq_len: int
-    max_batch_size: int
-    max_num_tokens: int
-    max_chunk_tokens: int | None = None
-    max_beside_decode_tokens: int | None = None
-    cuts_prompts: bool = True
-    max_overtaken: int
-    may_suspend: bool = True
-    malformed: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """What the caller did, right before it did it: ``step``, or ``cancel`` of a request."""
-
-    kind: Literal["step", "cancel"]
-    request_id: str = ""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Live:
-    """A request between arrival and end. ``state`` "left": cancelled, holds nothing, its end is still to be told."""
-
-    id: str
-    prompt: int
-    most: int
-    priority: int
-    order: int
-    known: int
-    since: int
-    computed: int = 0
-    passed: int = 0
-    state: Literal["waiting", "running", "left"] = "waiting"
-
-    @property
-    def decodes(self) -> bool:
-        return self.computed > 0 and self.known - self.computed == 1
-
-    @property
-    def written(self) -> int:
-        """Tokens that need KV entries in its whole life: the last one is sampled and never fed back."""
-        return max(self.prompt, self.prompt + self.most - 1)
 
 
 class Oracle:
@@ -96,12 +30,15 @@ class Oracle:
         self.counts: Counter[str] = Counter()
         self.longest_wait_steps = 0
         self.most_overtaken = 0
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._step = 0
-        self._rows: dict[str, tuple[_Live, int, bool]] = {}  # of the step being read: whose, tokens, is it a decode
-        self._admitted: list[tuple[_Live, _Live | None]] = []  # since the last step: who, and whom that passed over
-        self._was_retried = False
-        self._must_move = self._has_moved = False
+        self._rows: dict[str, tuple[Live, int, bool]] = {}  # of the step being read: whose, tokens, is it a decode
+        self._admitted: list[tuple[Live, Live | None]] = []  # since the last step: who, and whom that passed over
+        self._texts: dict[str, Text] = {}  # of requests that have not arrived yet
+        self._holding = Holding(limits)
+        self._was_disturbed = self._had_fault = self._had_suspension = False
+        self._careful_steps = 0
+        self._must_move = self._has_moved = self._was_still = False
 
     def read(self, entry: Event | Act) -> None:
         if entry.kind != "computed":
@@ -128,12 +65,28 @@ class Oracle:
             self._break("endings", f"{event.request_id} arrives again before it has ended")
         if not self._could_run(event):
             self._break("refusals", f"{event.request_id} is accepted and can never run")
-        self._live[event.request_id] = _Live(
-            id=event.request_id, prompt=event.num_prompt_tokens, most=event.max_tokens, priority=event.priority,
-            order=self.counts["arrived"], known=event.num_prompt_tokens, since=event.step,
-        )  # fmt: skip
+        text = self._texts.pop(event.request_id, None)
+        self._live[event.request_id] = Live(
+            id=event.request_id,
+            text=text or self._untold(event.request_id),
+            prompt=event.num_prompt_tokens,
+            most=event.max_tokens,
+            priority=event.priority,
+            order=self.counts["arrived"],
+            known=event.num_prompt_tokens,
+            since=event.step,
+        )
+
+    def _untold(self, name: str) -> Text:
+        """Of a request of whose text nothing is known: it must share nothing."""
+        return Text((), scope=name, block_tokens=self.limits.block_tokens, shares=False, may_match=False)
+
+    def _on_ask(self, act: Act) -> None:
+        assert act.text is not None
+        self._texts[act.request_id] = act.text
 
     def _on_refused(self, event: Event) -> None:
+        self._texts.pop(event.request_id, None)
         if self._could_run(event):
             self._break("refusals", f"{event.request_id} is refused and could run")
 
@@ -144,7 +97,7 @@ class Oracle:
             and prompt >= 1
             and most >= 1
             and prompt + most <= limits.max_seq_len
-            and self._blocks(max(prompt, prompt + most - 1)) <= limits.num_blocks
+            and self._holding.blocks(max(prompt, prompt + most - 1)) <= limits.num_blocks
             and (limits.cuts_prompts or prompt <= limits.max_num_tokens)
         )
 
@@ -166,23 +119,61 @@ class Oracle:
                 self._break("starvation", f"{passed.id} is passed {passed.passed} times")
         self._admitted.append((live, passed))
         self.longest_wait_steps = max(self.longest_wait_steps, event.step - live.since)
-        live.state, live.computed = "running", 0
+        self._check_reuse(live, event.num_cached_tokens)
+        self._holding.enter(live, event.num_cached_tokens)
         if len(self._all("running")) > self.limits.max_batch_size:
             self._break("sequences", f"{live.id} runs beside {self.limits.max_batch_size} others")
+
+    def _check_reuse(self, live: Live, cached: int) -> None:
+        """All that is found has been computed, and at least what runs with the same beginning is found."""
+        text, limits = live.text, self.limits
+        if cached > live.known - 1:
+            self._break("reuse", f"{live.id} finds {cached} of {live.known} tokens and has none to compute")
+        if cached and not (limits.shares and text.may_match):
+            self._break("reuse", f"{live.id} finds {cached} tokens and must compute all itself")
+        elif cached and not self._holding.was_computed(live, cached):
+            self._break("reuse", f"{live.id} finds {cached} tokens that nobody has computed")
+        if cached < (least := self._holding.surely_cached(live, self._all("running"))):
+            self._break("reuse", f"{live.id} finds {cached} tokens where {least} of it run")
+
+    def _on_withdrawn(self, event: Event) -> None:
+        """The step was rolled back, and with it the admission."""
+        live = self._in_state(event, "running")
+        if live is None:
+            return
+        for entry in [entry for entry in self._admitted if entry[0] is live]:
+            self._admitted.remove(entry)
+            if entry[1] is not None:
+                entry[1].passed -= 1
+        self._holding.let_go(live)
+        live.state, live.computed, self._was_disturbed = "waiting", 0, True
 
     def _on_suspended(self, event: Event) -> None:
         live = self._in_state(event, "running")
         if live is None:
             return
-        if not self.limits.may_suspend:
-            self._break("suspension", f"{live.id} is suspended where lives are reserved")
-        if live is min(self._all("running"), key=lambda other: other.order):
-            self._break("suspension", f"{live.id} is suspended and is the oldest that runs")
+        if live.loads and self._had_fault:
+            live.is_sure, self._was_disturbed = False, True
+        else:
+            if not self.limits.may_suspend:
+                self._break("suspension", f"{live.id} is suspended where lives are reserved")
+            if live is min(self._all("running"), key=lambda other: other.order):
+                self._break("suspension", f"{live.id} is suspended and is the oldest that runs")
+        self._holding.leave(live)
+        self._had_suspension = True
         live.state, live.computed, live.since = "waiting", 0, event.step
 
     def _on_cancel(self, act: Act) -> None:
-        if act.request_id in self._live:
-            self._live[act.request_id].state = "left"
+        live = self._live.get(act.request_id)
+        if live is not None and live.state != "left":
+            self._holding.leave(live)
+            live.state = "left"
+
+    def _on_pin(self, act: Act) -> None:
+        self._holding.pin(self._live[act.request_id])
+
+    def _on_unpin(self, act: Act) -> None:
+        self._holding.unpin(act.request_id)
 
     def _on_ended(self, event: Event) -> None:
         live, name, finish = self._live.pop(event.request_id, None), event.request_id, str(event.finish)
@@ -190,6 +181,7 @@ class Oracle:
         if live is None:
             self._break("endings", f"{name} ends and is not there")
             return
+        self._holding.leave(live)
         generated = event.num_known_tokens - live.prompt
         # A row whose logits were no numbers is computed and gives no token.
         if event.num_known_tokens != live.known and (finish, event.num_known_tokens) != ("error", live.known - 1):
@@ -208,20 +200,27 @@ class Oracle:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _on_step(self, _: Act) -> None:
-        if self._must_move and not self._has_moved:
-            self._break("idleness", f"a step moves nothing while {len(self._live)} requests are there")
+        self._check_admitted()
+        is_still = self._must_move and not self._has_moved
+        if is_still:
+            loads = any(live.loads for live in self._live.values())
+            is_small = self._careful_steps > 0 and not self.limits.cuts_prompts
+            # The engine waits for a load when there is nothing else to do, and then goes on with it.
+            if not is_small and (not loads or self._was_still):
+                self._break("idleness", f"a step moves nothing while {len(self._live)} requests are there")
         self._must_move = any(live.state != "left" for live in self._live.values())
-        self._has_moved = False
-        self._admitted.clear()
+        self._was_still, self._has_moved = is_still, False
+        self._was_disturbed = self._had_fault = self._had_suspension = False
+        self._careful_steps = max(0, self._careful_steps - 1)
+        self._holding.step()
+
+    def _on_fault(self, _: Act) -> None:
+        self._had_fault = self._was_disturbed = self._has_moved = True
 
     def _on_retried(self, _: Event) -> None:
-        """The step was rolled back: admissions are undone, suspensions stay, and the next try is a smaller one."""
-        for live, passed in self._admitted:
-            live.state = "waiting"
-            if passed is not None:
-                passed.passed -= 1
-        self._admitted.clear()
-        self._was_retried = self._has_moved = True
+        """The step was rolled back: suspensions stay, and the next try is a smaller one, as are some steps after it."""
+        self._was_disturbed = self._has_moved = True
+        self._careful_steps = self.limits.careful_steps + 1
 
     def _on_computed(self, event: Event) -> None:
         self._has_moved = True
@@ -237,8 +236,10 @@ class Oracle:
         if event.start != live.computed or event.count < 1 or end > live.known:
             stood = f"{live.computed} of {live.known} were computed"
             self._break("rows", f"{live.id} computes tokens {event.start} to {end} where {stood}")
-        self._rows[live.id] = (live, event.count, live.decodes)
-        live.computed = end
+        # What was admitted in this step came as a prompt, however little of it was left.
+        is_new = any(one is live for one, _ in self._admitted)
+        self._rows[live.id] = (live, event.count, live.decodes and not is_new)
+        self._holding.compute(live, end)
         live.known += end == live.known  # the row reaches its last known token, so it samples the next
 
     def _end_step(self) -> None:
@@ -246,6 +247,7 @@ class Oracle:
         if not self._rows:
             return
         limits, running, rows = self.limits, self._all("running"), self._rows.values()
+        new = {live.id for live, _ in self._admitted}
         num_tokens = sum(count for _, count, _ in rows)
         num_decodes = sum(is_decode for _, _, is_decode in rows)
         prefill = num_tokens - num_decodes
@@ -257,47 +259,88 @@ class Oracle:
             self._break("tokens", f"step {self._step} has a chunk of {longest} tokens")
         if len(rows) > limits.max_batch_size:
             self._break("sequences", f"step {self._step} has {len(rows)} rows")
-        if (held := sum(self._blocks(live.computed) for live in running)) > limits.num_blocks:
+        if (held := self._holding.least(running)) > limits.num_blocks:
             self._break("blocks", f"step {self._step} holds {held} blocks of {limits.num_blocks}")
-        if not self._was_retried:
+        self._check_admitted()
+        if not self._was_disturbed and not self._careful_steps:
             room = limits.max_num_tokens - num_tokens
-            self._check_idle(running, room, room if beside is None else min(room, beside - prefill))
-        self._was_retried = False
-        self._admitted.clear()
+            self._check_idle(running, new, room, room if beside is None else min(room, beside - prefill))
+        self._was_disturbed = False
         self._rows = {}
 
-    def _check_idle(self, running: list[_Live], room: int, prefill_room: int) -> None:
+    def _check_admitted(self) -> None:
+        """Whoever was admitted in the step that is over computes, or else loads what it has found."""
+        for live, _ in self._admitted:
+            if live.loads and not live.computed:
+                self._break("waiting", f"{live.id} is admitted, finds nothing and computes nothing")
+        self._admitted.clear()
+
+    def _check_idle(self, running: list[Live], new: set[str], room: int, prefill_room: int) -> None:
         """With tokens to spare: was a running request left out, or the head of the queue that surely had its blocks?
 
         Whoever's turn it is, it is the oldest or the first by priority and age; only if both surely fit, none may wait.
         """
         left_out = [live for live in running if live.id not in self._rows]
+        self._check_loads([live for live in left_out if live.loads and live.id not in new], room, prefill_room)
+        left_out = [live for live in left_out if not live.loads]
         if room > 0 and any(live.decodes for live in left_out):
             self._break("idleness", f"step {self._step} leaves a decode out and has {room} tokens to spare")
         prefills = [live for live in left_out if not live.decodes]
         if prefills and all(self._has_tokens(live, prefill_room) for live in prefills):
             self._break("idleness", f"step {self._step} leaves {prefills[0].id} out, {prefill_room} tokens to spare")
         waiting = self._all("waiting")
-        if not waiting or prefills or len(running) >= self.limits.max_batch_size:
+        # Who was asked before somebody else was suspended is not asked again in that step.
+        if not waiting or prefills or self._had_suspension or len(running) >= self.limits.max_batch_size:
             return
-        reserved = sum(self._blocks(live.written) for live in running)
+        room_blocks = self.limits.num_blocks - self._holding.most(running)
         heads = (
             min(waiting, key=lambda live: live.order),
             min(waiting, key=lambda live: (-live.priority, live.order)),
         )
-        if all(
-            reserved + self._blocks(head.written) <= self.limits.num_blocks and self._has_tokens(head, prefill_room)
-            for head in heads
-        ):
+        surely_fit = all(
+            self._holding.blocks(head.written) <= room_blocks and self._has_tokens(head, prefill_room) for head in heads
+        )
+        if surely_fit and not max([self._waits_for_neighbour(head, running) for head in set(heads)]):
             self._break("idleness", f"step {self._step} lets {heads[1].id} wait, which surely fits")
 
-    def _has_tokens(self, live: _Live, room: int) -> bool:
+    def _check_loads(self, loading: list[Live], room: int, prefill_room: int) -> None:
+        """Whoever loads comes in the end: a step that had tokens for it may leave it out only so often."""
+        for live in loading:
+            live.spared += room > 0 if live.decodes else self._has_tokens(live, prefill_room)
+            if live.spared > self.limits.max_load_steps:
+                self._break("waiting", f"{live.id} still loads after {live.spared} steps with room for it")
+
+    def _waits_for_neighbour(self, head: Live, running: list[Live]) -> bool:
+        """Somebody who runs was, when the step began, about to compute a block that the head begins with as well.
+
+        That one must have moved since the head waited for it last. What it waits for may change with each of its
+        blocks, and then it may come back to one that stood still meanwhile: no more often than it has blocks.
+        """
+        if not (self.limits.shares and head.text.may_match):
+            return False
+        block_tokens, moves, found = self.limits.block_tokens, False, False
+        for other in running:
+            start = other.computed - (self._rows[other.id][1] if other.id in self._rows else 0)
+            if other.text.shares and (
+                head.text.num_common(other.text, (head.known - 1) // block_tokens) > start // block_tokens
+            ):
+                found = True
+                moves |= head.neighbours.get(other.id) != start
+                head.neighbours[other.id] = start
+        head.num_stuck += found and not moves
+        if head.num_stuck > self._holding.blocks(head.known):
+            self._break("waiting", f"{head.id} waits for neighbours that do not move")
+        return found
+
+    def _has_tokens(self, live: Live, room: int) -> bool:
         """A whole block always holds a chunk that ends on a border."""
+        if self.limits.is_link_slow and any(not is_decode for _, _, is_decode in self._rows.values()):
+            return False
         return room >= (self.limits.block_tokens if self.limits.cuts_prompts else live.known - live.computed)
 
     # -- bits ----------------------------------------------------------------------------------------------------
 
-    def _in_state(self, event: Event, state: str) -> _Live | None:
+    def _in_state(self, event: Event, state: str) -> Live | None:
         live = self._live.get(event.request_id)
         if live is None or live.state != state:
             where = "is not there" if live is None else f"is {live.state}"
@@ -308,11 +351,8 @@ class Oracle:
             self._break("rows", f"{live.id} is {event.kind} with {told}")
         return live
 
-    def _all(self, state: str) -> list[_Live]:
+    def _all(self, state: str) -> list[Live]:
         return [live for live in self._live.values() if live.state == state]
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_tokens)
 
     def _break(self, rule: str, told: str) -> None:
         assert rule in RULES

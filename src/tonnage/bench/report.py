@@ -156,6 +156,8 @@ def soak_document(report: SoakReport, *, seed: int, command: Sequence[str]) -> D
         "generated_tokens": report.num_tokens,
         "longest_wait_steps": report.longest_wait_steps,
         "most_overtaken": report.most_overtaken,
+        "cache": report.cache,
+        "faults": report.faults,
         "seconds": round(report.seconds, 3),
     }
 
@@ -293,4 +295,8 @@ def _what_soaked(report: SoakReport) -> Text:
     text.append(f"{plural(counts.get('suspended', 0), 'suspension')}; ")
     text.append(f"the longest wait was {plural(report.longest_wait_steps, 'step')}, ")
     text.append(f"the oldest in the queue was passed {report.most_overtaken:,} times at most")
+    for title, found in (("cache   ", report.cache), ("faults  ", report.faults)):
+        if any(found.values()):
+            text.append(f"\n{title}  ", "dim")
+            text.append(", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in found.items() if count))
     return text

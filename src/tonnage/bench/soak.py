@@ -6,12 +6,15 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tonnage.bench import inside, oracle, witness
+from tonnage.bench import inside, rules, witness
 from tonnage.bench.mix import BAD_VALUES, Ask, Mix
-from tonnage.bench.oracle import Act, Oracle
+from tonnage.bench.oracle import Oracle
+from tonnage.bench.pressure import Pressure
+from tonnage.bench.rules import Act
+from tonnage.bench.texts import Text
 from tonnage.bench.witness import Heard, Raised, Witness
 from tonnage.errors import InvalidSetting, UserError
 from tonnage.sampling import SamplingParams
@@ -20,7 +23,8 @@ from tonnage.units import MiB, format_bytes
 
 if TYPE_CHECKING:
     from tonnage.engine import Completion, Engine
-    from tonnage.engine.request import Delta
+    from tonnage.engine.mishaps import Mishaps
+    from tonnage.engine.request import Delta, Request
     from tonnage.report import RunResult
 
 #: What no line of the ledger explains may be this many bytes, or this share (in hundredths) of the device.
@@ -33,8 +37,10 @@ RULES = {
     "bad values": "sampling parameters out of range are refused",
     "completions": "every accepted request comes back once, no other does",
     "held": "blocks, slots, penalty rows are all back when nothing is left to do",
+    "contents": "whoever reads KV blocks finds its own tokens (only a stub can tell)",
+    "scratch": "slots that were taken back hold nothing; only held blocks may be in the way",
     "ledger": "counted lines are as before; what none explains is within its bar",
-    "defects": "no step ran out of memory",
+    "defects": "no step ran out of memory, but for faults that were made",
 }
 
 
@@ -56,6 +62,8 @@ class SoakReport:
     longest_wait_steps   steps from arrival or suspension to admission
     most_overtaken       how often the oldest waiting request was passed while it was that
     told                 the first violations, in words
+    cache                what the KV cache did: tokens looked for and found, blocks by what was done with them
+    faults               failures that were made, by kind
     """
 
     verdicts: tuple[Verdict, ...]
@@ -67,6 +75,8 @@ class SoakReport:
     most_overtaken: int
     seconds: float
     result: RunResult
+    cache: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
@@ -78,7 +88,7 @@ class Soak:
     ``is_stopped`` it cancels what is left, and judges what there was.
 
     The clock decides only when to stop; what is asked when is decided by steps and ``mix.seed``, so a run of a number
-    of requests repeats itself exactly where the engine does.
+    of requests repeats itself exactly where the engine does. ``mishaps``: those that were given to the engine.
     """
 
     def __init__(
@@ -88,6 +98,7 @@ class Soak:
         *,
         is_over: Callable[[int, float], bool],
         has_sampler: bool = True,
+        mishaps: Mishaps | None = None,
         on_step: Callable[[int], None] = lambda _: None,
         is_stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -98,7 +109,10 @@ class Soak:
         self._rng = random.Random(mix.seed ^ 0x50AC)
         self._limits = inside.oracle_limits(engine)
         self._oracle = Oracle(self._limits)
-        self._witness = Witness(has_sampler=has_sampler)
+        self._mishaps = mishaps
+        explains = mishaps.explains if mishaps is not None else lambda _: False
+        self._witness = Witness(has_sampler=has_sampler, explains=explains)
+        self._pressure = Pressure(engine, mix.seed, tell=self._oracle.read, on_break=self._break)
         self._open: dict[str, tuple[Ask, Heard | None]] = {}
         self._cancelled: set[str] = set()
         self._due: dict[int, list[str]] = defaultdict(list)  # cancellations by the step before which they come
@@ -112,6 +126,8 @@ class Soak:
     def run(self) -> SoakReport:
         began = self._clock()
         self._engine.observe = self._oracle.read
+        if self._mishaps is not None:
+            self._mishaps.on_copy = lambda: self._oracle.read(Act("fault"))
         try:
             self._try_bad_values()
             while not self._is_over(self._num_asked, self._clock() - began):
@@ -151,11 +167,23 @@ class Soak:
             self._outcomes["refused"] += 1
             return
         self._open[ask.id] = ask, heard
+        self._oracle.read(Act("ask", ask.id, self._text(request)))
         self._engine.submit(request)
         if ask.cancel_after_steps == 0:
             self._cancel(ask.id)
         elif ask.cancel_after_steps is not None:
             self._due[self._num_steps + ask.cancel_after_steps].append(ask.id)
+
+    def _text(self, request: Request) -> Text:
+        cache = request.params.cache
+        shares = self._limits.shares and cache.reuse
+        return Text(
+            request.token_ids,
+            scope=(request.adapter_id, cache.salt) if shares else request.id,
+            block_tokens=self._limits.block_tokens,
+            shares=shares,
+            may_match=shares and request.params.prompt_logprobs is None,
+        )
 
     def _listener(self, ask: Ask, heard: Heard) -> Callable[[Delta], None]:
         def on_delta(delta: Delta) -> None:
@@ -194,6 +222,7 @@ class Soak:
                 self._cancel(request_id)
         for request_id in self._due.pop(self._num_steps, ()):
             self._cancel(request_id)
+        self._pressure.change(list(self._open))
         self._num_steps += 1
         self._oracle.read(Act("step"))
         for completion in self._engine.step():
@@ -209,6 +238,7 @@ class Soak:
         self._num_tokens += len(completion.token_ids)
         self._witness.check(ask, completion, heard, was_cancelled=ask.id in self._cancelled)
         self._cancelled.discard(ask.id)
+        self._mix.heard(ask, completion.token_ids)
         if ask.cancels_when_done:
             self._oracle.read(Act("cancel", ask.id))
             self._engine.cancel(ask.id)
@@ -216,14 +246,21 @@ class Soak:
     # -- what is left --------------------------------------------------------------------------------------------
 
     def _check_held(self) -> None:
+        self._pressure.ease()
         held, progress = inside.held(self._engine), self._engine.progress()
         moved = {name: (self._at_rest.get(name), count) for name, count in held.items() if self._at_rest[name] != count}
         if moved or progress.num_running or progress.num_waiting or progress.kv_used_tokens:
             self._break("held", f"with nothing left to do: {moved or progress}")
+        for told in inside.lost_blocks(self._engine):
+            self._break("held", f"with nothing left to do {told}")
 
     def _check_end(self, result: RunResult) -> None:
         for request_id in self._open:
             self._break("completions", f"{request_id} never comes back")
+        for told in inside.lost_when_emptied(self._engine):
+            self._break("held", f"with nothing left to do and an empty cache {told}")
+        self._broken["contents"], wrong = inside.wrong_contents(self._engine)
+        self._told += [f"contents: {one}" for one in wrong]
         for line, num_bytes in _counted_lines(result).items():
             if num_bytes != self._lines_at_rest.get(line, 0):
                 was = format_bytes(self._lines_at_rest.get(line, 0))
@@ -231,14 +268,17 @@ class Soak:
         unexplained, device = result.snapshot.unattributed, result.plan.device_bytes
         if unexplained is not None and unexplained > max(UNATTRIBUTED_BYTES, device * UNATTRIBUTED_HUNDREDTHS // 100):
             self._break("ledger", f"no line explains {format_bytes(unexplained)}")
-        for culprit in result.retried_steps:
+        num_made = self._mishaps.num_out_of_memory if self._mishaps is not None else 0
+        for culprit in result.retried_steps[num_made:]:
             self._break("defects", culprit)
 
     def _report(self, result: RunResult, seconds: float) -> SoakReport:
-        rules = {**oracle.RULES, **witness.RULES, **RULES}
+        all_rules = {**rules.RULES, **witness.RULES, **RULES}
         broken = self._oracle.broken + self._witness.broken + self._broken
         return SoakReport(
-            verdicts=tuple(Verdict(rule=name, meaning=told, num_broken=broken[name]) for name, told in rules.items()),
+            verdicts=tuple(
+                Verdict(rule=name, meaning=told, num_broken=broken[name]) for name, told in all_rules.items()
+            ),
             told=(*self._oracle.told, *self._witness.told, *self._told),
             outcomes=dict(self._outcomes),
             counts=dict(self._oracle.counts),
@@ -247,6 +287,8 @@ class Soak:
             most_overtaken=self._oracle.most_overtaken,
             seconds=seconds,
             result=result,
+            cache=inside.done(self._engine) | self._pressure.counts,
+            faults=dict(self._mishaps.counts) if self._mishaps is not None else {},
         )
 
     def _break(self, rule: str, told: str) -> None:
@@ -273,6 +315,7 @@ def make_mix(engine: Engine, seed: int) -> Mix:
         vocab_size=engine.vocab_size,
         max_seq_len=limits.max_seq_len,
         max_batch_size=limits.max_batch_size,
+        block_tokens=engine.plan.kv.layout.groups[0].block_tokens,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 class Text:
     """Tokens that grow at their end, in blocks of ``block_tokens``.
 
-    scope      texts of different scopes share nothing, whatever their tokens
+    scope      texts of different scopes share nothing, whatever their tokens; one that does not share has its own
     shares     others may find what is computed of it; may_match: it may begin with what others have computed
     """
 
@@ -83,31 +83,23 @@ class Past:
 
 
 class Held:
-    """Blocks that must be held: those with which several texts begin are one block, all others one each."""
+    """Whole blocks that must be held: those with which several texts of one scope begin are one block."""
 
     def __init__(self) -> None:
-        self._shared: Counter[bytes] = Counter()
-        self.num_private = 0
+        self._holders: Counter[bytes] = Counter()
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self._shared) + self.num_private
+    def __len__(self) -> int:
+        return len(self._holders)
 
     def add(self, text: Text, first: int, last: int) -> None:
-        """Whole blocks [first, last) of the text, counted from 0."""
-        if not text.shares:
-            self.num_private += last - first
-            return
+        """Blocks [first, last) of the text, counted from 0."""
         for index in range(first, last):
-            self._shared[text.border(index + 1)] += 1
+            self._holders[text.border(index + 1)] += 1
 
     def drop(self, text: Text, num_blocks: int) -> None:
         """The text's first blocks are held once less."""
-        if not text.shares:
-            self.num_private -= num_blocks
-            return
         for index in range(num_blocks):
             border = text.border(index + 1)
-            self._shared[border] -= 1
-            if not self._shared[border]:
-                del self._shared[border]
+            self._holders[border] -= 1
+            if not self._holders[border]:
+                del self._holders[border]

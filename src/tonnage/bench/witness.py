@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from tonnage.engine.request import Delta
 
 RULES = {
-    "outcomes": "they fail if their callback raised, are cancelled if asked, only then",
-    "lengths": "nothing is longer than max_tokens or stops before min_tokens",
+    "outcomes": "they fail if their callback raised or a fault was made, are cancelled if asked, only then",
+    "lengths": "none is longer than max_tokens or stops before min_tokens; none was all cached",
     "stops": "texts end before the stop string; stop reasons are asked for",
     "texts": "what a callback was told, joined, is the text, its tokens the tokens",
     "log-probabilities": "there are as many as were asked for, of every token",
@@ -46,14 +47,15 @@ class Witness:
     """``check`` every completion. ``broken`` counts violations by rule; ``told`` describes the first few.
 
     ``has_sampler``: tokens come from a model through the sampler, which gives alternatives; a stub has none.
+    ``explains``: whether a request may fail with such an error, for what was made to fail.
     """
 
     MAX_TOLD = 5
 
-    def __init__(self, *, has_sampler: bool) -> None:
+    def __init__(self, *, has_sampler: bool, explains: Callable[[str | None], bool] = lambda _: False) -> None:
         self.broken: Counter[str] = Counter()
         self.told: list[str] = []
-        self._has_sampler = has_sampler
+        self._has_sampler, self._explains = has_sampler, explains
 
     def check(self, ask: Ask, completion: Completion, heard: Heard | None, *, was_cancelled: bool) -> None:
         self._check_outcome(ask, completion, heard, was_cancelled=was_cancelled)
@@ -66,6 +68,8 @@ class Witness:
 
     def _check_outcome(self, ask: Ask, completion: Completion, heard: Heard | None, *, was_cancelled: bool) -> None:
         has_raised = heard is not None and heard.has_raised
+        if completion.finish_reason == "error" and self._explains(completion.error):
+            return
         if completion.finish_reason == "error" and not has_raised:
             self._break("outcomes", f"{ask.id} fails: {completion.error}")
         if completion.finish_reason == "cancelled" and not was_cancelled:
@@ -81,6 +85,9 @@ class Witness:
                 self._break("lengths", f"{ask.id} has {generated} of {params.max_tokens} tokens")
         if completion.finish_reason == "stop" and generated < params.min_tokens:
             self._break("lengths", f"{ask.id} stops after {generated} tokens, min_tokens is {params.min_tokens}")
+        most_cached = len(ask.token_ids) - 1 if params.cache.reuse and params.prompt_logprobs is None else 0
+        if not 0 <= completion.num_cached_tokens <= most_cached:
+            self._break("lengths", f"{ask.id} found {completion.num_cached_tokens} tokens of its prompt cached")
         if completion.num_prompt_tokens != len(ask.token_ids):
             self._break("lengths", f"{ask.id} had {len(ask.token_ids)} prompt tokens")
 

@@ -275,7 +275,7 @@ def _shown(
 
 
 def _tier(tier: HostTier) -> dict[str, object]:
-    from tonnage.planner.host_tier import NOT_YET
+    from tonnage.planner.host_tier import WHAT_FOR
 
     return {
         "num_resident": tier.num_resident,
@@ -288,5 +288,5 @@ def _tier(tier: HostTier) -> dict[str, object]:
         "link_source": tier.link.source,
         "link_ref": tier.link.ref,
         "swap_microseconds": round(tier.swap_seconds * 10**6),
-        "told": f"{tier.told()}; {NOT_YET}",
+        "told": f"{tier.told()}; {WHAT_FOR}",
     }

@@ -59,6 +59,17 @@ class PoolOptions:
         None
     )
     block_tokens: Annotated[Text, option("--block-tokens", "N", "Tokens in one KV block (default 16).")] = None
+    host_kv_bytes: Annotated[
+        Text, option("--host-kv-bytes", "SIZE", "Host memory for evicted blocks, beside the device (default none).")
+    ] = None
+    prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching",
+            help="Use blocks again for texts that begin alike (default yes).",
+            show_default=False,
+        ),
+    ] = None
     dtype: Annotated[Text, option("--dtype", "NAME", "Dtype of the weights (default: the model's own).")] = None
 
     def knobs(self, *, admission: Setting[str] = Setting()) -> Knobs:
@@ -73,6 +84,7 @@ class PoolOptions:
             kv_tokens=setting(self.kv_tokens, "--kv-tokens", parse_count),
             kv_dtype=setting(self.kv_dtype, "--kv-dtype", parse_dtype),
             block_tokens=setting(self.block_tokens, "--block-tokens", parse_count),
+            host_kv_bytes=setting(self.host_kv_bytes, "--host-kv-bytes", parse_bytes),
             admission=admission,
         )
 
@@ -82,7 +94,14 @@ class PoolOptions:
             max_seq_len=setting(self.max_seq_len, "--max-seq-len", parse_count),
             max_batch_size=setting(self.max_batch_size, "--max-batch-size", parse_count),
             max_num_tokens=setting(self.max_num_tokens, "--max-num-tokens", parse_count),
+            prefix_caching=self._prefix_caching(),
         )
+
+    def _prefix_caching(self) -> Setting[bool]:
+        if self.prefix_caching is None:
+            return Setting()
+        flag = "--prefix-caching" if self.prefix_caching else "--no-prefix-caching"
+        return Setting.flag(self.prefix_caching, "yes" if self.prefix_caching else "no", flag)
 
     def weights_dtype(self) -> str | None:
         """The one name of a weight dtype. Raises ``InvalidSetting``."""

@@ -111,8 +111,8 @@ def plan_like(
 
 
 def with_warnings(made: MemoryPlan, planning: Planning, card: Card) -> MemoryPlan:
-    """The plan with a warning for each setting without effect, for the host tier, which only plans know, and for a
-    dtype that the card cannot compute in."""
+    """The plan with a warning for each setting without effect, for what the host tier holds, and for a dtype
+    that the card cannot compute in."""
     from dataclasses import replace
 
     from tonnage.planner.host_tier import held_text

@@ -43,7 +43,6 @@ class FeatureOptions:
     attended_tokens: Annotated[
         Text, option("--attended-tokens", "N", "Most tokens one step may attend to (default: all sequences, full).")
     ] = None
-    host_kv_bytes: Annotated[Text, option("--host-kv-bytes", "SIZE", "Host memory for the cache of who waits.")] = None
     draft: Annotated[Text, option("--draft", "MODEL", "A draft model beside it, in the same pool.")] = None
     max_draft_tokens: Annotated[
         Text, option("--max-draft-tokens", "N", "Tokens drafted ahead (default 0; 4 with --draft).")
@@ -82,7 +81,6 @@ class FeatureOptions:
             graphs=_as_typed(self.graphs, "--graphs"),
             scratch=_as_typed(self.scratch, "--scratch"),
             attended_tokens=setting(self.attended_tokens, "--attended-tokens", parse_count),
-            host_kv_bytes=setting(self.host_kv_bytes, "--host-kv-bytes", parse_bytes),
             disabled_claims=frozenset(self.without or ()),
         )
 

@@ -60,12 +60,13 @@ class StepInputs:
 
 
 def _prompt_slices(plan: StepPlan, slots: Ints, batch: Batch) -> list[PromptSlice]:
-    # Decodes have no prompt left: in a step of decodes there is nothing to look for.
-    if not plan.shape.prefill_rows:
+    # Decodes have no prompt left: in a step of decodes there is nothing to look for. A chunk of one token, in a step
+    # with no room for more, looks like one but for what it does not sample.
+    if not plan.shape.prefill_rows and plan.samples.all():
         return []
     offsets = np.cumsum(plan.counts) - plan.counts
     found = []
-    for row in np.flatnonzero((plan.counts > 1) | (plan.starts == 0)).tolist():
+    for row in np.flatnonzero((plan.counts > 1) | (plan.starts == 0) | ~plan.samples).tolist():
         request = batch.requests[int(slots[row])]
         if request is not None and request.params.prompt_logprobs is not None:
             piece = _prompt_slice(request, int(plan.starts[row]), int(plan.counts[row]), int(offsets[row]))

@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
     attention         the attention backend
     admission         "optimistic" or "reserve_all"
     chunk_tokens      prefill tokens in one step at most, or "none": prompts are not cut
+    host_kv_bytes     host memory for evicted blocks, beside the device
+    prefix_caching    False: nothing is used again for texts that begin alike
     fence             False: the cap on the host is watched and not enforced, for a process with other large things
     """
 
@@ -61,6 +63,8 @@ class Options(TypedDict, total=False):
     attention: str | None
     admission: str | None
     chunk_tokens: Count
+    host_kv_bytes: Size
+    prefix_caching: bool | None
     fence: bool | None
 
 
@@ -71,6 +75,7 @@ _KNOBS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "kv_fraction": parse_fraction,
         "kv_bytes": parse_bytes,
         "kv_tokens": parse_count,
+        "host_kv_bytes": parse_bytes,
         "kv_dtype": parse_dtype,
         "block_tokens": parse_count,
         "admission": parse_admission,
@@ -91,7 +96,10 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
         model=str(model),
         memory_bytes=_read(options, "memory", parse_bytes),
         knobs=Knobs(**knobs, disabled_claims=_names(options.get("disabled_claims"))),
-        limit_knobs=LimitKnobs(**{name: _setting(options, name, parse_count) for name in _LIMITS}),
+        limit_knobs=LimitKnobs(
+            **{name: _setting(options, name, parse_count) for name in _LIMITS},
+            prefix_caching=_switch(options, "prefix_caching"),
+        ),
         dtype=_weights_dtype(_read(options, "dtype", parse_dtype)),
         attention=options.get("attention") or DEFAULT_ATTENTION,
         chunk_tokens="none" if chunk_tokens == "none" else _read(options, "chunk_tokens", parse_count),
@@ -108,9 +116,18 @@ def _names(value: str | Iterable[str] | None) -> frozenset[str]:
 
 
 def _fence(value: object) -> bool:
+    return _yes_or_no("fence", value) is not False
+
+
+def _switch(options: Options, name: str) -> Setting[bool]:
+    value = _yes_or_no(name, options.get(name))
+    return Setting() if value is None else Setting(value, str(value), Origin.API, name)
+
+
+def _yes_or_no(name: str, value: object) -> bool | None:
     if not isinstance(value, bool | None):
-        raise InvalidSetting("fence", value, "neither True nor False", remedy="write fence=False, or leave it out")
-    return value is not False
+        raise InvalidSetting(name, value, "neither True nor False", remedy=f"write {name}=False, or leave it out")
+    return value
 
 
 def _setting(options: Options, name: str, parse: Callable[..., Any]) -> Setting[Any]:

@@ -158,6 +158,7 @@ class _StubRuntime:
     mover: ShadowMover | None = None
     mishaps: Mishaps | None = None
     clock: _Clock = field(default_factory=_Clock)
+    max_load_steps: int = 0
 
     @classmethod
     def of(
@@ -207,6 +208,7 @@ class _StubRuntime:
             mover=mover,
             mishaps=mishaps,
             clock=clock,
+            max_load_steps=blocks.load_steps + 1,
         )
 
     def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:

@@ -1,6 +1,6 @@
 """Sequences whose cache waits in host memory: how many, how many bytes, and what bringing one back costs.
 
-A plan knows this tier and the engine of this release does not: it suspends a sequence by forgetting its cache.
+What the device evicts goes there, and comes back when a text begins alike: a sequence that was suspended most of all.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from tonnage.layout import group_blocks
 from tonnage.terms import MemoryPlan, Source
 from tonnage.units import ceil_div, format_bytes
 
-#: What every offer ends with.
-NOT_YET = "the engine of this release does not swap yet, only plans know it"
+#: What every offer ends with: what the tier does, and what it does not relax.
+WHAT_FOR = (
+    "evicted blocks go there and come back on a match, those of suspended sequences too; "
+    "one sequence must still fit on the device"
+)
 
 _LANES, _BITS = 16, 8
 #: Of 130 bits on the wire 128 are data; a packet carries 256 bytes behind 24 of header, sequence number and checksum.
@@ -138,7 +141,7 @@ def held_text(plans: Sequence[MemoryPlan]) -> str:
     number = given // each
     return (
         f"host_kv_bytes {format_bytes(given)} holds the cache of {number:,} more full-length "
-        f"sequence{'' if number == 1 else 's'} ({format_bytes(each)} each, over all ranks); {NOT_YET}"
+        f"sequence{'' if number == 1 else 's'} ({format_bytes(each)} each, over all ranks); {WHAT_FOR}"
     )
 
 

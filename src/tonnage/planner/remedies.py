@@ -11,7 +11,7 @@ from typing import Any
 from tonnage.budget.search import largest, smallest
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Origin, Setting
 from tonnage.errors import DoesNotFit, UserError
-from tonnage.planner.host_tier import NOT_YET, host_tier
+from tonnage.planner.host_tier import WHAT_FOR, host_tier
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.question import Question, answer
 from tonnage.planner.weights import weights_for
@@ -167,7 +167,7 @@ def _host_tier(aim: Aim) -> str | None:
     if not aim.works(_priced(_limited(question, "max_batch_size", rows), "host_kv_bytes", num_mib * MiB)):
         return None  # a policy that knows no such tier
     size = size_text(num_mib * MiB)
-    return f"lower max_batch_size to {rows} and set host_kv_bytes to {size} ({tier.told()}; {NOT_YET})"
+    return f"lower max_batch_size to {rows} and set host_kv_bytes to {size} ({tier.told()}; {WHAT_FOR})"
 
 
 def _smaller_encoder(aim: Aim) -> str | None:

@@ -8,7 +8,7 @@ from tonnage.budget.fit import Dimension, Values, last_resorts, sacrificed
 from tonnage.budget.search import largest
 from tonnage.errors import DoesNotFit
 from tonnage.planner.dimensions import dimensions
-from tonnage.planner.host_tier import NOT_YET, HostTier, host_tier
+from tonnage.planner.host_tier import WHAT_FOR, HostTier, host_tier
 from tonnage.planner.question import Question
 from tonnage.planner.remedies import MONEY, Aim, found_by, place_of, size_text, smaller_num_tokens
 from tonnage.planner.site import Plans, Site, holds, kv_bytes_for, tightest
@@ -100,7 +100,7 @@ def _remedies(site: Site, workload: Workload, order: Sequence[Dimension], reside
     tier = None if resident is None else offered_tier(site, workload, resident)
     if tier is not None:
         size = size_text(round_up(tier.kv_bytes, MiB))
-        found.append(f"set host_kv_bytes to {size} ({tier.told()}; {NOT_YET})")
+        found.append(f"set host_kv_bytes to {size} ({tier.told()}; {WHAT_FOR})")
     others = {name: value for name, value in sacrificed(order).items() if name != "kv_dtype"}
     aim = Aim(site.at(others).first, _works(site, workload, order))
     finders = (smaller_num_tokens, *MONEY) if site.first.limit_knobs.max_num_tokens.is_set else MONEY

@@ -51,7 +51,8 @@ def _one_table(inputs: ReserveInputs, block_tokens: int) -> int:
 
 def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
     limits, on_host = inputs.limits, inputs.on_host
-    table = page_table_bytes(inputs)
+    # Kernels read slots; beside them the host keeps the ids of blocks, in the same memory where it is the device.
+    table = page_table_bytes(inputs) * (2 if on_host else 1)
     pages = _claim(
         "page table",
         Fixed(bytes=table),
@@ -65,8 +66,12 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
     )
     books = _claim(
         "block metadata",
-        PerBlock(bytes_per_block=metadata_bytes_per_block()),
-        "free stack and reference count of each block; they grow with the pool, so the pool pays for them",
+        PerBlock(
+            bytes_per_block=metadata_bytes_per_block(
+                block_tokens=inputs.block_tokens, prefix_caching=limits.prefix_caching
+            )
+        ),
+        "holders, place and node of each block, and what finds it again; they grow with the pool, so the pool pays",
     )
     return (
         only_if(pages, table, "no layer keeps its past in pages"),
@@ -92,7 +97,8 @@ def _claim(name: str, cost: Fixed | PerBlock, reason: str) -> Claim:
 RESERVE = Reserve(
     name="tables",
     trigger="always",
-    formula="4 * max_batch_size * blocks of one, by group; 24 * (max_num_tokens + max_batch_size + 1); 8 a block",
+    formula="4 * max_batch_size * blocks of one, by group (twice on a host); "
+    "24 * (max_num_tokens + max_batch_size + 1); 26 a block and its node",
     lifetime=Lifetime.RESIDENT,
     reference_side=None,
     claims=claims,

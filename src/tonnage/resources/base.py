@@ -159,8 +159,8 @@ class ResourceManager(Protocol):
     def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
         """Called with the step that finished (one behind under overlap); None: nothing was sampled."""
 
-    def free(self, request_id: str, *, keep_cached: bool = True) -> None:
-        """Give everything back; idempotent, unknown ids are fine."""
+    def free(self, request_id: str, *, keep_cached: bool = True) -> object:
+        """Give everything back; idempotent, unknown ids are fine. What is returned is the manager's own affair."""
 
     def reset(self) -> None:
         """As after construction: nothing held."""

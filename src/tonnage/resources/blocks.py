@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +14,9 @@ from tonnage.resources.mover import Ids
 NONE = -1
 
 
-class Level(IntEnum):
-    """Where a block's bytes are. NOWHERE: the id is free."""
+class Level:
+    """Where a block's bytes are. NOWHERE: the id is free. Plain ints: they are compared with entries of an array,
+    which takes ten times as long with members of an enumeration."""
 
     NOWHERE = 0
     DEVICE = 1
@@ -150,10 +150,10 @@ class Blocks:
         self.free_head.push(slots[in_head])
         self.free_host.push(host_slots)
 
-    def place(self, ids: Ids, level: Level, slots: Ids) -> None:
+    def place(self, ids: Ids, level: int, slots: Ids) -> None:
         """Blocks that have left lie in ``slots`` of ``level`` now, taken from the free ones by the caller."""
         self.levels[ids], self.slots[ids] = level, slots
-        (self.owners if level is Level.DEVICE else self.host_owners)[slots] = ids
+        (self.owners if level == Level.DEVICE else self.host_owners)[slots] = ids
 
     def inherit(self, heir: int, block: int) -> None:
         """``heir``, which has left its place, takes the slot and the one holder of ``block``, whose id is free then."""

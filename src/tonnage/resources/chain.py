@@ -72,27 +72,24 @@ class Chain:
 
     def blocks(self, num_blocks: int) -> Iterator[tuple[bytes, bytes]]:
         """Digest and tokens of the first full blocks, one after the other; what is not asked for is not made."""
-        for first in range(0, num_blocks, _PACK_BLOCKS):
-            end = min(first + _PACK_BLOCKS, num_blocks)
-            if end > len(self._digests):
-                self._pack(end)
-                yield from self._made(first, end)
-            else:
-                yield from zip(self._digests[first:end], self._packed[first:end], strict=True)
+        made = min(len(self._digests), num_blocks)
+        yield from zip(self._digests[:made], self._packed[:made], strict=True)
+        yield from self._more(num_blocks)
 
-    def _made(self, first: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+    def _more(self, num_blocks: int) -> Iterator[tuple[bytes, bytes]]:
+        """Those that have no digest yet, each kept before it is given."""
         digests, sha256 = self._digests, hashlib.sha256
-        before = self.digest(first - 1)
-        for index, packed in enumerate(self._packed[first:end], first):
-            if index < len(digests):
-                before = digests[index]
-            else:
+        while (first := len(digests)) < num_blocks:
+            end = min(first + _PACK_BLOCKS, num_blocks)
+            self._pack(end)
+            before = digests[first - 1] if first else self.scope
+            for packed in self._packed[first:end]:
                 before = sha256(before + packed).digest()
                 digests.append(before)
-            yield before, packed
+                yield before, packed
 
     def _extend(self, num_blocks: int) -> None:
-        for _ in self.blocks(num_blocks):
+        for _ in self._more(num_blocks):
             """Each is kept as it is made."""
 
     def _pack(self, num_blocks: int) -> None:

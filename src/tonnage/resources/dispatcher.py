@@ -141,7 +141,7 @@ class Dispatcher:
             grants[manager.name] = answer
         return grants
 
-    def _backward(self, call: Callable[[ResourceManager], None]) -> None:
+    def _backward(self, call: Callable[[ResourceManager], object]) -> None:
         # An undo list does just this: newest first, and an error does not rob the others of their turn.
         turns = Txn()
         for manager in self.managers:

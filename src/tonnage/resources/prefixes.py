@@ -21,6 +21,7 @@ class Text:
     """The tokens of one request, a list that grows, and their digests block by block.
 
     stores    what it computes may be found by others; may_match: it may begin with what others have computed
+    num_asked tokens it had when it was last looked for
     promised  [first, last) of the prompt's blocks that nobody else is known to compute
     seen      which neighbour it waited for when it last asked, and how far that one was
     """
@@ -31,6 +32,7 @@ class Text:
     retention: CacheParams
     stores: bool
     may_match: bool
+    num_asked: int = 0
     promised: range = range(0)
     seen: tuple[str, object] | None = None
 
@@ -77,13 +79,13 @@ class Prefixes:
 
     def match(self, text: Text) -> Match:
         """What is cached of it, its last known token excepted: that one is computed for its logits."""
-        return self._cache.match(text.chain, max_tokens=len(text.tokens) - 1 if text.may_match else 0)
+        text.num_asked = len(text.tokens) if text.may_match else 0
+        return self._cache.match(text.chain, max_tokens=text.num_asked - 1)
 
     def count(self, text: Text, match: Match, times: int) -> None:
         """An admission (``times`` 1), or one that is taken back (-1)."""
-        if text.may_match:
-            self.counts["queried_tokens"] += times * len(text.tokens)
-            self.counts["hit_tokens"] += times * match.num_tokens
+        self.counts["queried_tokens"] += times * text.num_asked
+        self.counts["hit_tokens"] += times * match.num_tokens
 
     def neighbour(self, text: Text, num_blocks: int, progress: Callable[[str], object]) -> str | None:
         """Who is computing the block after the first ``num_blocks``, if it has moved since the text asked last.
@@ -104,6 +106,8 @@ class Prefixes:
     def promise(self, text: Text, first: int) -> None:
         """It runs now and computes its known blocks from ``first`` on."""
         text.promised = range(first, len(text.tokens) // self._block_tokens if text.stores else first)
+        if text.promised:
+            text.chain.digest(text.promised[-1])  # all of them in one go
         for index in text.promised:
             self._promises.setdefault(text.chain.digest(index), text.request.id)
 

@@ -24,13 +24,17 @@ def kv_claims(
         _claim(
             owner,
             "page table",
-            Fixed(bytes=num_groups * table),
+            Fixed(bytes=2 * num_groups * table),
             "which block, and which slot, holds which tokens of each running sequence",
         ),
         _claim(
             owner,
             "block metadata",
-            PerBlock(bytes_per_block=metadata_bytes_per_block()),
+            PerBlock(
+                bytes_per_block=metadata_bytes_per_block(
+                    block_tokens=block_tokens, prefix_caching=limits.prefix_caching
+                )
+            ),
             "place, holders and node of each block, and stacks of the free ones",
         ),
     )

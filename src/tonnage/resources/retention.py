@@ -37,6 +37,8 @@ class Retention:
     def _lift_parents(self, node: int) -> None:
         """Parents go after their children: of no lower priority, and of an equal one no older."""
         while (parent := self._tree.parent(node)) != PrefixTree.ROOT:
+            if self._num_groups == 1 and self._is_above(self._tree.block(parent, 0), self._tree.block(node, 0)):
+                return
             priority, theirs = self._priority(node), self._priority(parent)
             if theirs < priority:
                 self._set(parent, priority, self._seconds(node))
@@ -45,6 +47,11 @@ class Retention:
             else:
                 return
             node = parent
+
+    def _is_above(self, parent: int, child: int) -> bool:
+        """The usual case, told in a microsecond: somebody holds the parent, and it counts as much as the child."""
+        priorities = self._ranks.priorities
+        return bool(self._blocks.refs[parent]) and priorities[parent] >= priorities[child]
 
     def _least(self, node: int) -> int:
         return max((self._priority(child) for child in self._tree.children(node)), default=0)

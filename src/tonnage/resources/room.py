@@ -212,9 +212,9 @@ class Room:
         self.blocks.inherit(heir, block)
         self.tell("stored", ids, Level.DEVICE)
 
-    def tell(self, kind: Literal["stored", "removed"], ids: Ids, level: Level) -> None:
+    def tell(self, kind: Literal["stored", "removed"], ids: Ids, level: int) -> None:
         if ids.size and self.events.has_subscribers:
-            where: Literal["device", "host"] = "host" if level is Level.HOST else "device"
+            where: Literal["device", "host"] = "host" if level == Level.HOST else "device"
             nodes = zip(self.blocks.nodes[ids].tolist(), self.blocks.groups[ids].tolist(), strict=True)
             self.events.note_nodes(kind, where, self.tree, nodes)
 

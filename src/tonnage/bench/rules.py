@@ -1,0 +1,70 @@
+"""What the oracle goes by: its rules, the bounds of the engine, and what the caller did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tonnage.bench.texts import Text
+
+RULES = {
+    "refusals": "refused are those that could never fit or make no sense, no others",
+    "states": "who waits is admitted, who runs is computed or suspended",
+    "rows": "a row goes on exactly where its request stood, once a step",
+    "reuse": "what is found cached was computed before for the same salt; what runs is found",
+    "tokens": "no step computes more tokens, or longer chunks, than its limits",
+    "sequences": "no more requests run at once than the limit",
+    "blocks": "running requests never hold more KV blocks than the pool has",
+    "order": "nobody is admitted past an older one of no lower priority",
+    "starvation": "the oldest that waits is passed a bounded number of times",
+    "suspension": "the oldest that runs is never suspended; nobody is under reserve_all",
+    "idleness": "no step leaves out whom it had tokens, sequences and blocks for",
+    "waiting": "loads end; who waits for a neighbour's tokens waits only while it moves",
+    "endings": "who was accepted ends once, at its length or with a reason",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds the engine. None: no bound of its own. ``malformed``: ids of requests that make no sense.
+
+    max_chunk_tokens          of one row of prefill
+    max_beside_decode_tokens  of all prefill in a step that also decodes
+    cuts_prompts              False: a prompt is computed in one step
+    shares                    requests may begin with what others have computed
+    keeps_all                 no layer forgets, so what a running request has computed can be found whole
+    max_load_steps            for which somebody may be admitted and load, though the steps had room for its tokens
+    is_link_slow              the copies of a step are bounded: but for its first chunk, none is sure to fit
+    careful_steps             after one that ran out of memory, which are smaller than they might be
+    """
+
+    num_blocks: int
+    block_tokens: int
+    max_seq_len: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_chunk_tokens: int | None = None
+    max_beside_decode_tokens: int | None = None
+    cuts_prompts: bool = True
+    max_overtaken: int
+    may_suspend: bool = True
+    shares: bool = False
+    keeps_all: bool = True
+    max_load_steps: int = 1000
+    is_link_slow: bool = False
+    careful_steps: int = 32
+    malformed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What the caller did, or made happen, right before it did.
+
+    ask     of a request, whose ``text`` is told, once for each request
+    step    one step more; cancel, pin, unpin: of a request
+    fault   a copy of blocks fails; whoever loads may have to do without
+    """
+
+    kind: Literal["ask", "step", "cancel", "pin", "unpin", "fault"]
+    request_id: str = ""
+    text: Text | None = None
