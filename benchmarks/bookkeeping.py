@@ -6,6 +6,9 @@ them, and whether a step depends on how long the sequences are: if somewhere a l
 were built anew, the memory that a step takes for the moment would grow with them.
 
     python benchmarks/bookkeeping.py --output benchmarks/results/bookkeeping.json
+
+With ``--baseline PATH``, a checkout of an older commit, its step and ours are measured by turns, each in processes of
+its own and in passes of the same minute; ours with the prefix tree and a host tier. The bar is 1.5 times the other.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import inspect
 import itertools
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -28,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from calibrate import pass_ns
+from filing import file_away
 from tonnage.engine import Engine
 from tonnage.engine.stub import stub_engine
 from tonnage.sampling import SamplingParams
@@ -38,27 +44,99 @@ ROWS = (64, 128, 256, 512)
 PREFILL_TOKENS = 65_536
 #: The bar is for this many sequences: a step costs at most so many passes over as many rows.
 BAR_ROWS, BAR_PASSES, AIM_US = 256, 12, 300
+#: Of a step with prefix tree and host tier to one of the older commit.
+BAR_RATIO = 1.5
 SHORT_TOKENS, LONG_TOKENS = 64, 4096
+#: Of the comparison: all sequences cross their block borders in the same steps; a sixteenth of them does in each step;
+#: and that in a pool that is full of what others left. The bar is for the first two.
+WAYS: dict[str, dict[str, bool]] = {
+    "together": {},
+    "staggered": {"staggered": True},
+    "full": {"staggered": True, "used": True},
+}
 #: A list of the pages of LONG_TOKENS is 256 entries a row; growth of less than an entry a row is none.
 BAR_BYTES_PER_ROW = 8.0
 
 
-def decoding(rows: int, *, prompt_tokens: int, steps: int) -> Engine:
-    """A stub engine in which ``rows`` sequences decode, with room for so many ``steps`` more."""
+def decoding(rows: int, *, prompt_tokens: int, steps: int, staggered: bool = False, used: bool = False) -> Engine:
+    """A stub engine in which ``rows`` sequences decode, with room for so many ``steps`` more.
+
+    staggered: they cross their block borders one after the other, not all in one step. used: others have filled the
+    whole pool before, so that where blocks are kept, every new one takes the place of an old one.
+    """
     most = 64 + rows * prompt_tokens // PREFILL_TOKENS + steps
-    max_seq_len = prompt_tokens + most
+    max_seq_len = prompt_tokens + most + BLOCK_TOKENS
     engine = stub_engine(
         kv_tokens=rows * (max_seq_len + BLOCK_TOKENS), max_seq_len=max_seq_len, max_batch_size=rows,
-        max_num_tokens=PREFILL_TOKENS, chunk_tokens=PREFILL_TOKENS, block_tokens=BLOCK_TOKENS,
+        max_num_tokens=PREFILL_TOKENS, chunk_tokens=PREFILL_TOKENS, block_tokens=BLOCK_TOKENS, **_cache(rows),
     )  # fmt: skip
     params = SamplingParams(max_tokens=most, ignore_eos=True, seed=1)
-    requests = [engine.request(f"r{row}", params, token_ids=[7] * prompt_tokens) for row in range(rows)]
+    if used:
+        _fill(engine, rows, max_seq_len - 1)
+    lengths = [prompt_tokens + (row % BLOCK_TOKENS if staggered else 0) for row in range(rows)]
+    requests = [engine.request(f"r{row}", params, token_ids=_prompt(row, lengths[row])) for row in range(rows)]
     for request in requests:
         engine.submit(request)
     while any(request.num_generated_tokens < 5 for request in requests):
         engine.step()
     assert engine.progress().num_running == rows
     return engine
+
+
+def _fill(engine: Engine, rows: int, num_tokens: int) -> None:
+    """Requests that come and go, as long as any can be."""
+    for row in range(2 * rows):
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        engine.submit(engine.request(f"before-{row}", params, token_ids=_prompt(rows + row, num_tokens)))
+    while engine.has_work:
+        engine.step()
+
+
+def step_passes(rows: int, *, steps: int, **how: bool) -> dict[str, float]:
+    """A step in passes over as many rows: the median, and the mean, which knows of the steps at block borders.
+
+    In time of the processor, so that other work on the machine counts little.
+    """
+    clock_ns, taken = time.process_time_ns, []
+    passes = [pass_ns(rows, clock_ns=clock_ns)]
+    with decoding(rows, prompt_tokens=SHORT_TOKENS, steps=steps, **how) as engine:
+        for _ in range(steps):
+            began = clock_ns()
+            engine.step()
+            taken.append(clock_ns() - began)
+        passes.append(pass_ns(rows, clock_ns=clock_ns))
+    one = statistics.fmean(passes)
+    return {"median": round(statistics.median(taken) / one, 3), "mean": round(statistics.fmean(taken) / one, 3)}
+
+
+def against(baseline: Path, *, repeats: int, steps: int) -> dict[str, Any]:
+    """The older commit and this one by turns."""
+    places = {"baseline": baseline / "src", "now": Path(__file__).parents[1] / "src"}
+    found: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in places}
+    for _ in range(repeats):
+        for name, source in places.items():
+            command = [sys.executable, __file__, "--one", "--steps", str(steps)]
+            ran = subprocess.run(
+                command, env=os.environ | {"PYTHONPATH": str(source)}, stdout=subprocess.PIPE, text=True, check=True
+            )
+            found[name].append(json.loads(ran.stdout))
+    ratios = {}
+    for how, kind in itertools.product(WAYS, ("median", "mean")):
+        now, before = (statistics.median(one[how][kind] for one in found[name]) for name in ("now", "baseline"))
+        ratios[f"{how}, {kind}"] = round(now / before, 3)
+    commit = subprocess.run(["git", "-C", baseline, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {"baseline": commit.stdout.strip() or None, "rows": BAR_ROWS, "ratios": ratios, "passes_per_step": found}
+
+
+def _prompt(row: int, num_tokens: int) -> list[int]:
+    """No two begin alike: every sequence has blocks of its own."""
+    return [1 + row % 255, 1 + row // 255, *[7] * (num_tokens - 2)]
+
+
+def _cache(rows: int) -> dict[str, Any]:
+    """Prefix tree and host tier, where the stub that is imported knows of them; an older one does not."""
+    known = inspect.signature(stub_engine).parameters
+    return {"prefix_caching": True, "host_kv_tokens": rows * 64} if "host_kv_tokens" in known else {}
 
 
 def step_us(rows: int, *, steps: int) -> float:
@@ -130,7 +208,19 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--baseline", type=Path, help="a checkout of an older commit to compare with")
+    parser.add_argument("--one", action="store_true", help="print one measurement of whatever tonnage is imported")
     given = parser.parse_args()
+    if given.one:
+        print(json.dumps({name: step_passes(BAR_ROWS, steps=given.steps, **how) for name, how in WAYS.items()}))
+        return 0
+    if given.baseline is not None:
+        compared = against(given.baseline, repeats=given.repeats, steps=given.steps)
+        compared["bar"] = f"at most {BAR_RATIO} times the baseline, median and mean, together and staggered"
+        print(json.dumps(compared, indent=1))
+        file_away(given.output, compared)
+        barred = [ratio for name, ratio in compared["ratios"].items() if not name.startswith("full")]
+        return 0 if max(barred) <= BAR_RATIO else 1
     found = {**measure(repeats=given.repeats, steps=given.steps), "contexts": contexts()}
     within = found["passes_per_step"] <= BAR_PASSES and found["contexts"]["growth_bytes_per_row"] < BAR_BYTES_PER_ROW
     report = {

@@ -26,21 +26,23 @@ def numpy_loop_pass(rows: int) -> None:
         row[:_ENTRIES] += 1
 
 
-def median_ns(run: Callable[[], object], *, passes: int = 201) -> int:
+def median_ns(
+    run: Callable[[], object], *, passes: int = 201, clock_ns: Callable[[], int] = time.perf_counter_ns
+) -> int:
     """Median nanoseconds of ``passes`` calls, after a few that are not counted."""
     for _ in range(5):
         run()
     taken = []
     for _ in range(passes):
-        began = time.perf_counter_ns()
+        began = clock_ns()
         run()
-        taken.append(time.perf_counter_ns() - began)
+        taken.append(clock_ns() - began)
     return int(statistics.median(taken))
 
 
-def pass_ns(rows: int, *, passes: int = 201) -> int:
+def pass_ns(rows: int, *, passes: int = 201, clock_ns: Callable[[], int] = time.perf_counter_ns) -> int:
     """Median nanoseconds of ``numpy_loop_pass(rows)``."""
-    return median_ns(lambda: numpy_loop_pass(rows), passes=passes)
+    return median_ns(lambda: numpy_loop_pass(rows), passes=passes, clock_ns=clock_ns)
 
 
 def main() -> None:

@@ -124,7 +124,8 @@ class LimitKnobs:
     max_batch_size  sequences running at once (default 256)
     max_num_tokens  tokens computed in one step (default 8,192)
 
-    prefix_caching  blocks of a text are kept and used again by texts that begin alike (default yes)
+    prefix_caching  blocks of a text are kept and used again by texts that begin alike (default yes; never where layers
+                    keep a recurrent state, unless snapshot_tokens)
 
     What requests may ask for beyond plain text; only plans know these, but for prompt_logprobs:
 

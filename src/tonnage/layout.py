@@ -157,8 +157,10 @@ def penalty_table_bytes(*, max_batch_size: int, vocab_size: int) -> int:
 
 #: Bytes of the Python objects that keep a cached block findable: a node of the prefix tree with the digests and
 #: tokens of its text, its rank, and its place in the queue of what is evicted next. With 16 tokens a block, and what
-#: each further token takes; measured with tracemalloc on 20,000 blocks.
-_CACHED_BLOCK_BYTES, _CACHED_TOKEN_BYTES = 508, 4
+#: each further token takes; measured with tracemalloc on 6,000 to 20,000 blocks of a full cache in use: 652 to 727, as
+#: the interpreter's tables have just doubled or are about to. One that was just filled takes some 500: its queue has
+#: no entries yet that no longer count.
+_CACHED_BLOCK_BYTES, _CACHED_TOKEN_BYTES = 720, 4
 
 
 def metadata_bytes_per_block(*, block_tokens: int = 16, prefix_caching: bool = False) -> int:

@@ -26,9 +26,10 @@ from tonnage.resources.transfers import TransferBudget
 from tonnage.resources.tree import PrefixTree
 
 B = 4
-FULL = KVGroup(
-    name="full", kind=KVGroupKind.FULL, layers=(0,), window=None, block_tokens=B, block_bytes=64, parts=()
-)
+FULL = KVGroup(name="full", kind=KVGroupKind.FULL, layers=(0,), window=None, block_tokens=B, block_bytes=64, parts=())
+
+
+PLAIN = CacheParams()
 
 
 class Carrier(CountingMover):
@@ -90,7 +91,7 @@ class Bench:
         self.pins: list[list[int]] = []
         self.salt = scope_digest()
 
-    def start(self, tokens, params=CacheParams()):
+    def start(self, tokens, params=PLAIN):
         """A prompt of ``tokens``: claimed, loaded, computed. None where it has to wait."""
         tokens = list(tokens)
         cache, chain = self.cache, Chain(self.salt, tokens, B)
@@ -326,7 +327,7 @@ def cached_tokens(bench, tokens):
 def test_the_oldest_goes_first_and_tails_before_heads():
     """9, and leaves first: of a prompt of three blocks the last is given up before the first."""
     bench = Bench(num_slots=6, head_slots=0, num_host_slots=0)
-    first, second = range(0, 12), range(20, 32)
+    first, second = range(12), range(20, 32)
     fill(bench, first, second)
     bench.start(list(range(40, 44)))
     assert (cached_tokens(bench, first), cached_tokens(bench, second)) == (8, 12)

@@ -94,7 +94,8 @@ def test_the_process_grows_by_what_was_asked_and_not_by_a_multiple() -> None:
 def test_it_says_what_it_is(driver: HostDriver) -> None:
     pool = HostPool(driver, asked_bytes=10 * KiB, slab_bytes=4 * KiB)
     assert pool.told() == (
-        "2 blocks of 4 KiB: 8 KiB of host memory, 10 KiB asked; 2,048 bytes of what was asked are no whole block"
+        "the host tier has 2 blocks of 4 KiB: 8 KiB of host memory, 10 KiB asked; "
+        "2,048 bytes of what was asked are no whole block"
     )
     assert "2 blocks" in repr(pool)
     assert (pool.is_pinned, pool.warnings) == (False, ())

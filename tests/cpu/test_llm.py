@@ -468,17 +468,19 @@ def test_every_option_arrives():
         "memory": "1GiB", "max_seq_len": 1, "max_batch_size": 2, "max_num_tokens": 3, "kv_tokens": 4, "kv_bytes": 5,
         "total_bytes": 6, "keep_free_bytes": 0, "kv_fraction": "1/2", "kv_dtype": "bf16", "dtype": "fp32",
         "block_tokens": 8, "disabled_claims": "penalty tables", "attention": "other", "admission": "reserve_all",
-        "chunk_tokens": "none", "fence": False,
+        "chunk_tokens": "none", "host_kv_bytes": "7", "prefix_caching": False, "fence": False,
     }  # fmt: skip
     assert given.keys() == Options.__annotations__.keys()
     read = engine_options("m", given)
     found = {name: setting.value for name, setting in read.knobs.items() if setting.is_set}
     assert {name: str(value) for name, value in found.items()} == {
         "total_bytes": "6", "keep_free_bytes": "0", "kv_bytes": "5", "kv_tokens": "4", "kv_fraction": "1/2",
-        "kv_dtype": "bfloat16", "block_tokens": "8", "admission": "reserve_all",
+        "kv_dtype": "bfloat16", "block_tokens": "8", "admission": "reserve_all", "host_kv_bytes": "7",
     }  # fmt: skip
+    assert read.host_kv_bytes == 7
     limits = read.limit_knobs
     assert [one.value for one in (limits.max_seq_len, limits.max_batch_size, limits.max_num_tokens)] == [1, 2, 3]
+    assert (limits.prefix_caching.value, limits.prefix_caching.origin) == (False, Origin.API)
     assert read.knobs.disabled_claims == {"penalty tables"}
     assert (read.dtype, read.attention, read.chunk_tokens, read.fence) == ("float32", "other", "none", False)
 
@@ -493,6 +495,8 @@ def test_every_option_arrives():
         ({"kv_fraction": 1.5}, "kv_fraction = '1.5'"),
         ({"admission": "greedy"}, "admission = 'greedy'.*optimistic"),
         ({"fence": "no"}, "fence = 'no'"),
+        ({"prefix_caching": "no"}, "prefix_caching = 'no'.*neither True nor False"),
+        ({"host_kv_bytes": "much"}, "host_kv_bytes = 'much'"),
         ({"chunk_tokens": "many"}, "chunk_tokens = 'many'"),
         ({"dtype": "int3"}, "dtype = 'int3'"),
         ({"dtype": "fp8"}, "dtype = .*float32"),

@@ -98,3 +98,33 @@ def test_samples_come_again_with_their_seed_and_tell_their_probabilities(tiny_ll
             first, second = (other["logprob"] for other in at["top"])
             assert 0 >= first >= second
             assert at["logprob"] <= first
+
+
+def test_what_lines_ask_of_the_cache_is_done_and_told(tiny_llama, tmp_path):
+    """Behind a hard cap on the process, with a host tier beside it."""
+    path, kept = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": f"r{i}", "prompt": "begins alike " * 8 + str(i)} for i in range(12)]
+    lines += [
+        {**lines[0], "id": "alone", "cache": {"salt": "a"}},
+        {**lines[0], "id": "again", "cache": {"priority": 80}},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = ["run", str(tiny_llama), "--input", str(path), "--output", str(kept), "--memory", "500MiB", "--max-tokens",
+             "8", "--ignore-eos", "--no-chat", "--max-seq-len", "160", "--kv-tokens", "160", "--force"]  # fmt: skip
+
+    def served(*more):
+        done = tonnage(*asked, *more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, {record["id"]: record for record in map(json.loads, kept.read_text().splitlines())}
+
+    told, found = served("--host-kv-bytes", "4MiB")
+    assert "found in the KV cache" in told
+    assert (found["r0"]["num_cached_tokens"], found["alone"]["num_cached_tokens"]) == (0, 0)
+    assert all(found[f"r{i}"]["num_cached_tokens"] >= 96 for i in range(1, 12))
+    assert found["again"]["num_cached_tokens"] >= 96
+    none_told, none = served("--no-prefix-caching")
+    assert "found in the KV cache" not in none_told
+    assert {record["num_cached_tokens"] for record in none.values()} == {0}
+    assert {name: record["text"] for name, record in none.items()} == {
+        name: record["text"] for name, record in found.items()
+    }

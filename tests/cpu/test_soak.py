@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tonnage.bench import soak as soak_module
-from tonnage.bench.mix import BAD_VALUES, Ask, Mix
+from tonnage.bench.mix import BAD_VALUES, SALTS, Ask, Mix
 from tonnage.bench.report import soak_document
 from tonnage.bench.soak import RULES, Soak, make_mix
 from tonnage.bench.witness import RULES as WITNESS_RULES
 from tonnage.bench.witness import Heard, Witness
+from tonnage.caching import CacheParams
 from tonnage.config import LimitKnobs, Setting
 from tonnage.engine import Completion, EngineOptions, Finish, start
 from tonnage.engine.mishaps import Mishaps
@@ -21,8 +24,9 @@ from tonnage.engine.outcome import TokenLogprobs
 from tonnage.engine.queue import WaitingQueue
 from tonnage.engine.request import Delta
 from tonnage.engine.scheduler import Scheduler
+from tonnage.engine.shadow import EMPTY, Shadow, ShadowMover
 from tonnage.engine.stub import stub_engine
-from tonnage.errors import InvalidSetting
+from tonnage.errors import DriverError, InvalidSetting
 from tonnage.resources import prefixes
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.gate import PrefillTokens
@@ -85,13 +89,13 @@ def test_the_stub_holds(setting, num_requests, num_suspended):
 
 #: Sizes with a cache, requests, and how many suspensions, loads, copies of partial blocks there must be at least.
 CACHES = {
-    "shared": ({**STUB, **SHARED}, 800, 0, 0, 30),
-    "tiers": ({**STUB, **TIERED}, 800, 0, 100, 30),
-    "slow link": ({**STUB, **TIERED, "link_blocks": 4}, 500, 0, 50, 20),
-    "tight": ({**TIGHT, **SMALL_TIERS}, 500, 1, 200, 10),
-    "one sequence fills the pool": ({**TIGHT, **SMALL_TIERS, "kv_tokens": 256}, 400, 1, 200, 10),
-    "uncut": ({**TIGHT, **SMALL_TIERS, "chunk_tokens": "none"}, 400, 1, 100, 5),
-    "reserve_all": ({**STUB, **TIERED, "admission": "reserve_all", "block_tokens": 8}, 500, 0, 100, 30),
+    "shared": ({**STUB, **SHARED}, 400, 0, 0, 20),
+    "tiers": ({**STUB, **TIERED}, 400, 0, 50, 20),
+    "slow link": ({**STUB, **TIERED, "link_blocks": 4}, 300, 0, 20, 10),
+    "tight": ({**TIGHT, **SMALL_TIERS}, 300, 1, 50, 5),
+    "one sequence fills the pool": ({**TIGHT, **SMALL_TIERS, "kv_tokens": 256}, 200, 1, 50, 5),
+    "uncut": ({**TIGHT, **SMALL_TIERS, "chunk_tokens": "none"}, 200, 1, 30, 3),
+    "reserve_all": ({**STUB, **TIERED, "admission": "reserve_all", "block_tokens": 8}, 300, 0, 50, 20),
 }
 
 
@@ -112,17 +116,16 @@ def test_the_stub_holds_with_a_cache(setting):
         assert report.cache["moved"] > 100
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", [name for name in CACHES if name != "shared"])
 def test_the_stub_holds_though_steps_and_copies_fail(name):
     sizes, num_requests, *_ = CACHES[name]
-    mishaps = Mishaps(probability=0.01, seed=3)
+    mishaps = Mishaps(probability=0.015, seed=3)
     report = soaked(stub_engine(**sizes, mishaps=mishaps), num_requests, seed=6, mishaps=mishaps)
     assert report.is_good, "\n".join(report.told)
-    assert {"veto", "out of memory", "launch", "not finite"} <= report.faults.keys()
-    assert report.outcomes["length"] + report.outcomes["stop"] > num_requests // 2
+    assert {"veto", "out of memory", "not finite"} <= report.faults.keys()
+    assert report.outcomes["length"] + report.outcomes["stop"] > num_requests // 3
     assert len(report.result.retried_steps) > 2
-    if "head_tokens" in sizes:
-        assert report.counts["fault"] > 3
+    assert report.counts["fault"] > 3
 
 
 def test_a_soak_of_so_many_requests_repeats_itself():
@@ -343,6 +346,78 @@ def test_what_no_line_explains_has_a_bar(monkeypatch):
     engine.close()
 
 
+# -- the shadow --------------------------------------------------------------------------------------------------
+
+
+def shadow_mover(**how):
+    shadow = Shadow(num_slots=4, num_host_slots=3, block_tokens=2, max_batch_size=1, max_seq_len=4)
+    shadow.device[:] = np.arange(8).reshape(4, 2)
+    return shadow, ShadowMover(64, shadow, **{"load_steps": lambda: 0, **how})
+
+
+def ids(*numbers):
+    return np.array(numbers, np.int32)
+
+
+def test_an_offload_reads_its_slots_as_late_as_it_may():
+    shadow, mover = shadow_mover()
+    mover.offload(ids(1, 2), ids(2, 0))
+    assert (shadow.host == EMPTY).all()
+    shadow.device[1] = 70  # too early: nobody has waited
+    mover.before_launch()
+    assert shadow.host.tolist() == [[4, 5], [EMPTY] * 2, [70, 70]]
+
+
+@pytest.mark.parametrize("late", [lambda m: m.move(ids(3), ids(1)), lambda m: m.load(ids(0), ids(1))])
+def test_copies_that_come_later_wait_for_an_offload(late):
+    shadow, mover = shadow_mover()
+    mover.offload(ids(1), ids(2))
+    late(mover)
+    assert shadow.host[2].tolist() == [2, 3]
+
+
+def test_loads_come_after_their_steps_and_in_order():
+    steps = iter((2, 0, 5))
+    shadow, mover = shadow_mover(load_steps=lambda: next(steps))
+    mover.offload(ids(0, 1, 2), ids(0, 1, 2))
+    loads = [mover.load(ids(slot), ids(3 - slot)) for slot in range(3)]
+    assert [load.is_done for load in loads] == [False, False, False]
+    mover.step()
+    assert not loads[1].is_done
+    mover.step()
+    assert [load.is_done for load in loads] == [True, True, False]
+    assert shadow.device.tolist() == [[0, 1], [2, 3], [2, 3], [0, 1]]
+    loads[2].wait()
+    assert shadow.device[1].tolist() == [4, 5]
+
+
+def test_a_copy_that_fails_leaves_its_destinations_undefined():
+    def fails(call):
+        raise DriverError(call, "no")
+
+    shadow, mover = shadow_mover(before_copy=fails)
+    with pytest.raises(DriverError, match="move"):
+        mover.move(ids(0), ids(3))
+    assert shadow.device.tolist() == [[0, 1], [2, 3], [4, 5], [EMPTY] * 2]
+    with pytest.raises(DriverError, match="offload"):
+        mover.offload(ids(0), ids(1))
+    with pytest.raises(DriverError, match="load"):
+        mover.load(ids(0), ids(0))
+    assert shadow.device[0].tolist() == [EMPTY] * 2
+    assert mover.stats()["num_batches"] == 0
+
+
+def test_scratch_that_somebody_wrote_to_is_noticed():
+    shadow, _ = shadow_mover()
+    shadow.take_scratch(2)
+    shadow.give_scratch()
+    assert shadow.num_wrong == 0
+    shadow.take_scratch(2)
+    shadow.device[1, 0] = 7
+    shadow.give_scratch()
+    assert shadow.num_wrong == 1
+
+
 # -- the witness ---------------------------------------------------------------------------------------------------
 
 
@@ -357,7 +432,8 @@ HEARD = [("ab", (1, 2), None), ("c", (3,), Finish.LENGTH)]
 
 
 def witnessed(*, heard=HEARD, has_raised=False, was_cancelled=False, has_sampler=True, asked=ASKED, **fields):
-    witness = Witness(has_sampler=has_sampler)
+    explains = fields.pop("explains", lambda _: False)
+    witness = Witness(has_sampler=has_sampler, explains=explains)
     ear = Heard()
     for text, tokens, finish in heard:
         told = tuple(TokenLogprobs(token, -1.0) for token in tokens)
@@ -368,6 +444,7 @@ def witnessed(*, heard=HEARD, has_raised=False, was_cancelled=False, has_sampler
     return set(witness.broken)
 
 
+NOT_SHARED = replace(ASKED, prompt_logprobs=None, cache=CacheParams(reuse=False))
 STOPPED = {"finish_reason": Finish.STOP, "heard": [("ab", (1, 2), None), ("c", (3,), Finish.STOP)]}
 #: What is wrong with the completion, or with what was heard -> the rule that must find it.
 WRONG = [
@@ -378,6 +455,9 @@ WRONG = [
     ({"token_ids": (1, 2)}, "lengths"),
     ({"token_ids": (1, 2, 3, 4)}, "lengths"),
     ({"num_prompt_tokens": 3}, "lengths"),
+    ({"num_cached_tokens": 2, "asked": replace(ASKED, prompt_logprobs=None), "prompt_logprobs": ()}, "lengths"),
+    ({"num_cached_tokens": 1}, "lengths"),  # it wants log-probabilities of its prompt
+    ({"num_cached_tokens": 1, "asked": NOT_SHARED, "prompt_logprobs": ()}, "lengths"),
     ({**STOPPED, "stop_reason": "xy", "asked": replace(ASKED, min_tokens=3), "token_ids": (1, 2)}, "lengths"),
     ({**STOPPED, "stop_reason": "zz"}, "stops"),
     ({**STOPPED, "stop_reason": "xy", "text": "axyb"}, "stops"),
@@ -418,6 +498,9 @@ def test_every_rule_of_the_witness_is_tried():
         {"finish_reason": Finish.CANCELLED, "was_cancelled": True, "heard": [*HEARD, ("", (), Finish.CANCELLED)]},
         {"finish_reason": Finish.ERROR, "error": "Raised: a", "has_raised": True, "heard": HEARD[:1]},
         {"has_sampler": False, "top_logprobs": ((), (), ())},
+        {"num_cached_tokens": 1, "asked": replace(ASKED, prompt_logprobs=None), "prompt_logprobs": ()},
+        {"finish_reason": Finish.ERROR, "error": "a copy failed", "explains": lambda error: "copy" in error,
+         "heard": [*HEARD, ("", (), Finish.ERROR)]},
     ],
 )  # fmt: skip
 def test_the_witness_is_content_with_what_is_right(right):
@@ -447,6 +530,22 @@ def test_the_mix_has_everything_in_it():
     for name in ("cancel_after_steps", "cancels_at_delta", "raises_at_delta"):
         assert len({getattr(ask, name) for ask in asks}) > 3, name
     assert len({mix.quiet_steps() for _ in range(200)}) > 5
+
+
+def test_the_mix_repeats_beginnings_and_goes_on_with_what_was_answered():
+    mix = Mix(seed=2, vocab_size=300, max_seq_len=256, max_batch_size=16)
+    asks = []
+    for _ in range(100):
+        for ask in mix.burst():
+            asks.append(ask)
+            mix.heard(ask, [299] * 20)
+    whole = [ask for ask in asks if not ask.is_malformed and len(ask.token_ids) < 256]
+    begins = Counter(tuple(ask.token_ids[:16]) for ask in whole if len(ask.token_ids) >= 16)
+    assert sum(count for count in begins.values() if count > 10) > len(whole) // 3
+    assert sum(299 in ask.token_ids and ask.token_ids[-20:] != [299] * 20 for ask in whole) > len(whole) // 10
+    assert {ask.params.cache.salt for ask in asks} == {None, *SALTS}
+    for name in ("reuse", "priority", "retain_seconds", "retain_tokens"):
+        assert len({getattr(ask.params.cache, name) for ask in asks}) > 1, name
 
 
 @pytest.mark.parametrize("most_steps", [0, 7, 150])

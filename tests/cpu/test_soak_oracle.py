@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tonnage.bench import inside
-from tonnage.bench.oracle import RULES, Act, Limits, Oracle
+from tonnage.bench.oracle import Oracle
+from tonnage.bench.rules import RULES, Act, Limits
+from tonnage.bench.texts import Held, Past, Text
+from tonnage.caching import CacheParams
 from tonnage.engine.events import Event, EventKind
 from tonnage.engine.request import Finish
 from tonnage.engine.stub import stub_engine
@@ -90,9 +93,9 @@ def a_decode(log):
 
 
 def a_chunk(log):
-    """Index of a prefill row that is not the last of its prompt."""
+    """Index of a prefill row that is neither the first nor the last of its prompt."""
     for i, entry in enumerate(log):
-        if entry.kind == COMPUTED and entry.count > 1 and log[i + 1].kind != COMPUTED:
+        if entry.kind == COMPUTED and entry.count > 1 and entry.start and log[i + 1].kind != COMPUTED:
             arrived = next(e for e in log if e.kind == ARRIVED and e.request_id == entry.request_id)
             if entry.start + entry.count < arrived.num_prompt_tokens:
                 return i
@@ -101,7 +104,8 @@ def a_chunk(log):
 
 def test_a_sound_log_is_found_sound(recorded):
     log, limits = recorded
-    assert {entry.kind for entry in log} >= {*EventKind} - {EventKind.RETRIED} | {"step", "cancel"}
+    taken_back = {EventKind.RETRIED, EventKind.WITHDRAWN}
+    assert {entry.kind for entry in log} >= {*EventKind} - taken_back | {"step", "cancel"}
     assert broken_in(log, limits) == {}
 
 
@@ -381,8 +385,201 @@ def test_a_doctored_log_is_found_out(recorded, name):
     assert rule in broken_in(*make(*recorded))
 
 
+# -- prefixes ------------------------------------------------------------------------------------------------------
+
+
+SYSTEM = list(range(1, 41))  # two blocks and a half
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """The log of a stub engine that shares prefixes and fills its pool to the last block: hits of whole blocks and of
+    parts, one request that comes while a neighbour computes what it begins with, one that loads, a pin, another salt.
+    """
+    engine = stub_engine(
+        kv_tokens=320, max_seq_len=256, max_batch_size=8, max_num_tokens=64, chunk_tokens=16,
+        prefix_caching=True, host_kv_tokens=640, load_steps=9, checks_contents=True, seed=2,
+    )  # fmt: skip
+    limits, log, pins = inside.oracle_limits(engine), [], []
+    engine.observe = log.append
+
+    def submit(name, tokens, most, **cache):
+        params = SamplingParams(max_tokens=most, seed=len(log), cache=CacheParams(**cache), ignore_eos=True)
+        request = engine.request(name, params, token_ids=tokens)
+        text = Text(
+            request.token_ids, scope=cache.get("salt") if cache.get("reuse", True) else name,
+            block_tokens=16, shares=cache.get("reuse", True), may_match=cache.get("reuse", True),
+        )  # fmt: skip
+        log.append(Act("ask", name, text))
+        engine.submit(request)
+
+    def steps(most):
+        while engine.has_work and most:
+            log.append(Act("step"))
+            engine.step()
+            most -= 1
+
+    submit("first", SYSTEM, 60)
+    submit("neighbour", [*SYSTEM, 99, 98], 20)
+    steps(12)
+    pins.append(engine.pin("first"))
+    log.append(Act("pin", "first"))
+    submit("salted", SYSTEM, 5, salt="s")
+    submit("alone", SYSTEM, 5, reuse=False)
+    submit("half", [*SYSTEM[:36], 77], 5)
+    steps(-1)
+    log.append(Act("unpin", "first"))
+    pins.pop().close()
+    submit("large", [200] * 250, 6)
+    steps(-1)
+    submit("larger", [201] * 250, 6)
+    steps(-1)
+    submit("loads", [*SYSTEM, 5], 5)
+    submit("beside", [150] * 20, 9)
+    steps(-1)
+    assert engine.stats()["kv.loaded"] > 0
+    engine.close()
+    return log, limits
+
+
+def test_a_sound_log_of_shared_prefixes_is_found_sound(shared):
+    log, limits = shared
+    assert broken_in(log, limits) == {}
+    cached = {entry.request_id: entry.num_cached_tokens for entry in log if entry.kind == ADMITTED}
+    assert cached.pop("loads") >= 32
+    found = {name: count for name, count in cached.items() if count}
+    assert found == {"neighbour": 32, "half": 36}
+
+
+#: As above, of the second log.
+DOCTORED_SHARED = {}
+
+
+def doctored_shared(rule):
+    def register(make):
+        DOCTORED_SHARED[make.__name__] = rule, make
+        return make
+
+    return register
+
+
+@doctored_shared("reuse")
+def found_without_being_computed(log, limits):
+    return changed(log, first(log, ADMITTED, request_id="large"), num_cached_tokens=16), limits
+
+
+@doctored_shared("reuse")
+def found_under_another_salt(log, limits):
+    return changed(log, first(log, ADMITTED, request_id="salted"), num_cached_tokens=32), limits
+
+
+@doctored_shared("reuse")
+def found_by_one_that_must_compute_all(log, limits):
+    return changed(log, first(log, ADMITTED, request_id="alone"), num_cached_tokens=32), limits
+
+
+@doctored_shared("reuse")
+def found_to_the_last_token(log, limits):
+    """The first has computed all of it; what is left to compute is nothing."""
+    i = first(log, ADMITTED, request_id="neighbour")
+    return changed(log, i, num_cached_tokens=log[i].num_known_tokens), limits
+
+
+@doctored_shared("reuse")
+def more_of_a_part_than_anybody_computed(log, limits):
+    return changed(log, first(log, ADMITTED, request_id="half"), num_cached_tokens=37), limits
+
+
+@doctored_shared("reuse")
+def what_runs_is_not_found(log, limits):
+    return changed(log, first(log, ADMITTED, request_id="half"), num_cached_tokens=0), limits
+
+
+@doctored_shared("reuse")
+def found_where_nothing_is_shared(log, limits):
+    return log, replace(limits, shares=False)
+
+
+@doctored_shared("rows")
+def computed_again_though_found(log, limits):
+    i = first(log, COMPUTED, request_id="half")
+    assert log[i].start == 36
+    return changed(log, i, start=0, count=37), limits
+
+
+@doctored_shared("blocks")
+def more_are_held_than_there_are(log, limits):
+    """The large one needs 16 blocks: what others have left cached must make way, and one less would be too few."""
+    return log, replace(limits, num_blocks=15)
+
+
+@doctored_shared("blocks")
+def blocks_that_differ_are_counted_as_two(log, limits):
+    """Two that begin alike hold their common blocks once; with other tokens they would hold more than there are."""
+    one = most_held(log, limits)
+    assert "blocks" not in broken_in(log, replace(limits, num_blocks=max(one, 16)))
+    i = first(log, "ask", request_id="neighbour")
+    other = Text([*range(100, 140), 99, 98], scope=None, block_tokens=16)
+    return changed(log[: first(log, "ask", request_id="large")], i, text=other), replace(limits, num_blocks=one)
+
+
+def most_held(log, limits):
+    """The fewest blocks with which nothing is wrong before the large one comes."""
+    head = log[: first(log, "ask", request_id="large")]
+    return next(n for n in range(1, 30) if "blocks" not in broken_in(head, replace(limits, num_blocks=n)))
+
+
+@doctored_shared("blocks")
+def what_is_pinned_is_held(log, limits):
+    """The first's blocks stay until they are unpinned, though it ends before."""
+    i = first(log, "unpin")
+    late = [*log[:i], *log[i + 1 :], log[i]]
+    return late, replace(limits, num_blocks=16)
+
+
+@doctored_shared("waiting")
+def a_load_that_takes_too_long(log, limits):
+    steps = {
+        entry.step
+        for entry in log[first(log, ADMITTED, request_id="loads") : first(log, COMPUTED, request_id="loads")]
+        if entry.kind == COMPUTED
+    }
+    # Neither the step that admitted it nor the one that computed it had to do without.
+    spared = len(steps - {log[first(log, kind, request_id="loads")].step for kind in (ADMITTED, COMPUTED)})
+    assert spared > 1
+    assert "waiting" not in broken_in(log, replace(limits, max_load_steps=spared))
+    return log, replace(limits, max_load_steps=spared - 1)
+
+
+@doctored_shared("waiting")
+def admitted_without_a_row_and_without_a_load(log, limits):
+    i = first(log, ADMITTED, request_id="loads")
+    return changed(log, i, num_cached_tokens=0), limits
+
+
+@doctored_shared("idleness")
+def waits_for_a_neighbour_that_computes_something_else(log, limits):
+    i = first(log, "ask", request_id="neighbour")
+    other = Text([*range(100, 140), 99, 98], scope=None, block_tokens=16)
+    return changed(log, i, text=other), limits
+
+
+@doctored_shared("idleness")
+def two_steps_that_move_nothing_while_somebody_loads(log, limits):
+    i = first(log, COMPUTED, request_id="loads")
+    alone = [entry for entry in log if entry.request_id != "beside"]
+    start = max(j for j in range(alone.index(log[i])) if alone[j].kind == "step")
+    return with_entries(alone, start, Act("step"), Act("step")), limits
+
+
+@pytest.mark.parametrize("name", DOCTORED_SHARED)
+def test_a_doctored_log_of_shared_prefixes_is_found_out(shared, name):
+    rule, make = DOCTORED_SHARED[name]
+    assert rule in broken_in(*make(*shared))
+
+
 def test_every_rule_is_tried():
-    assert {rule for rule, _ in DOCTORED.values()} == RULES.keys()
+    assert {rule for rule, _ in [*DOCTORED.values(), *DOCTORED_SHARED.values()]} == RULES.keys()
 
 
 LIMITS = Limits(
@@ -400,7 +597,11 @@ def test_a_step_tried_again_takes_its_admissions_back():
         Act("step"),
         told(ADMITTED, num_known_tokens=40),
     ]
-    retried = [told(EventKind.RETRIED, id=""), told(ADMITTED, num_known_tokens=40)]
+    retried = [
+        told(EventKind.WITHDRAWN, num_known_tokens=40),
+        told(EventKind.RETRIED, id=""),
+        told(ADMITTED, num_known_tokens=40),
+    ]
     end = [
         told(COMPUTED, start=0, count=20),
         Act("step"),
@@ -408,8 +609,10 @@ def test_a_step_tried_again_takes_its_admissions_back():
         told(ENDED, num_known_tokens=41, finish=Finish.LENGTH, step=2),
     ]
     assert broken_in([*begin, *retried, *end], LIMITS) == {}
-    assert broken_in([*begin, retried[1], *end], LIMITS) == {"states": 1}
-    assert broken_in([*begin, retried[0], *end], LIMITS).keys() == {"states", "rows"}
+    assert broken_in([*begin, retried[2], *end], LIMITS) == {"states": 1}
+    assert broken_in([*begin, *retried[:2], *end], LIMITS).keys() == {"states", "rows"}
+    # Of a step that is no smaller but vetoed nobody hears more.
+    assert broken_in([*begin, retried[0], retried[2], *end], LIMITS) == {}
 
 
 def test_a_row_whose_logits_are_no_numbers_gives_no_token():
@@ -446,3 +649,137 @@ def test_waits_and_passes_are_measured():
     oracle = Oracle(replace(LIMITS, max_batch_size=1))
     oracle.read_all(log)
     assert (oracle.broken, oracle.longest_wait_steps, oracle.most_overtaken) == ({}, 2, 2)
+
+
+SHARING = replace(LIMITS, shares=True)
+NEIGHBOURS = {"a": list(range(64)), "b": [*range(60), 7, 7]}
+
+
+def neighbours():
+    """Two that begin alike have arrived, and the first computes its first block."""
+    log = []
+    for name, tokens in NEIGHBOURS.items():
+        log.append(Act("ask", name, Text(tokens, scope=None, block_tokens=16)))
+        log.append(told(ARRIVED, id=name, num_prompt_tokens=len(tokens), max_tokens=1, num_known_tokens=len(tokens)))
+    return [*log, Act("step"), told(ADMITTED, num_known_tokens=64), told(COMPUTED, start=0, count=16)]
+
+
+def test_a_neighbour_is_waited_for_while_it_computes_what_both_begin_with():
+    moving = [Act("step"), told(COMPUTED, start=16, count=16, step=1), Act("step")]
+    last_common = told(COMPUTED, start=32, count=16, step=2)
+    end = [
+        Act("step"),
+        told(ADMITTED, id="b", num_known_tokens=62, num_cached_tokens=48, step=3),
+        told(COMPUTED, start=48, count=16, step=3),
+        told(COMPUTED, id="b", start=48, count=14, step=3),
+        told(ENDED, num_known_tokens=65, finish=Finish.LENGTH, step=4),
+        told(ENDED, id="b", num_known_tokens=63, finish=Finish.LENGTH, step=4),
+    ]
+    assert broken_in([*neighbours(), *moving, last_common, *end], SHARING) == {}
+    # The last block of the one is none of the other's: nobody waits for that.
+    late = [Act("step"), told(COMPUTED, start=48, count=16, step=3), *end[:2], *end[3:]]
+    assert broken_in([*neighbours(), *moving, last_common, *late], SHARING).keys() == {"idleness"}
+
+
+def test_a_neighbour_that_stands_still_is_not_waited_for():
+    """It loads, a third one decodes, and the other might compute all itself."""
+    before = [
+        Act("ask", "x", Text(NEIGHBOURS["a"][:17], scope=None, block_tokens=16)),
+        told(ARRIVED, id="x", num_prompt_tokens=17, max_tokens=1, num_known_tokens=17),
+        Act("step"),
+        told(ADMITTED, id="x", num_known_tokens=17),
+        told(COMPUTED, id="x", start=0, count=17),
+        told(ENDED, id="x", num_known_tokens=18, finish=Finish.LENGTH),
+        told(ARRIVED, id="c", num_prompt_tokens=1, max_tokens=12, num_known_tokens=1, priority=1),
+    ]
+    waits = neighbours()
+    waits[-2:] = [
+        told(ADMITTED, id="c", num_known_tokens=1),
+        told(ADMITTED, num_known_tokens=64, num_cached_tokens=16),
+        told(COMPUTED, id="c", start=0, count=1),
+    ]
+    for step in range(1, 9):
+        waits += [Act("step"), told(COMPUTED, id="c", start=step, count=1, step=step)]
+    broken = broken_in([*before, *waits], replace(SHARING, num_blocks=20))
+    assert broken == {"waiting": 4, "endings": 3}, "the first of nine steps, and as many as it has blocks"
+
+
+def test_a_load_that_failed_lets_go_of_who_loads_and_nobody_else():
+    text = Text(list(range(40)), scope=None, block_tokens=16)
+    begin = [
+        Act("ask", "a", text),
+        told(ARRIVED, num_prompt_tokens=40, max_tokens=1, num_known_tokens=40),
+        Act("step"),
+        told(ADMITTED, num_known_tokens=40),
+        told(COMPUTED, start=0, count=40),
+        told(ENDED, num_known_tokens=41, finish=Finish.LENGTH, step=1),
+        Act("ask", "b", text),
+        told(ARRIVED, id="b", num_prompt_tokens=40, max_tokens=1, num_known_tokens=40),
+        Act("step"),
+        told(ADMITTED, id="b", num_known_tokens=40, num_cached_tokens=39, step=1),
+    ]
+    suspended = told(SUSPENDED, id="b", num_known_tokens=40, step=1)
+    end = [
+        Act("step"),
+        told(ADMITTED, id="b", num_known_tokens=40, step=1),
+        told(COMPUTED, id="b", start=0, count=40, step=1),
+        told(ENDED, id="b", num_known_tokens=41, finish=Finish.LENGTH, step=2),
+    ]
+    assert broken_in([*begin, Act("fault"), suspended, *end], SHARING) == {}
+    assert broken_in([*begin, suspended, *end], SHARING).keys() == {"suspension", "idleness"}
+    loaded = replace(suspended, num_known_tokens=41)
+    row = told(COMPUTED, id="b", start=39, count=1, step=1)
+    assert "suspension" in broken_in([*begin, row, Act("step"), Act("fault"), loaded, *end], SHARING)
+
+
+# -- texts ---------------------------------------------------------------------------------------------------------
+
+
+def text(tokens, scope=None, **how):
+    return Text(tokens, scope=scope, block_tokens=4, **how)
+
+
+@pytest.mark.parametrize(
+    ("other", "most", "common"),
+    [
+        (text(list(range(12))), 9, 3),
+        (text(list(range(12))), 2, 2),
+        (text([*range(8), 0, 0, 0, 0]), 9, 2),
+        (text([*range(10)]), 9, 2),
+        (text([9, *range(1, 12)]), 9, 0),
+        (text(list(range(12)), scope="salt"), 9, 0),
+        (text([]), 9, 0),
+    ],
+)
+def test_texts_begin_alike_in_whole_blocks_of_one_scope(other, most, common):
+    one = text(list(range(13)))
+    assert one.num_common(other, most) == other.num_common(one, most) == common
+
+
+def test_the_past_knows_whole_blocks_and_parts_of_texts_that_have_gone():
+    past, one = Past(), text(list(range(10)))
+    assert past.has(one, 0)
+    past.add(one, 1)
+    assert [past.has(one, n) for n in range(1, 6)] == [True, True, True, True, False]
+    past.add(one, 2)
+    past.add_part(one, 10)
+    assert all(past.has(one, n) for n in range(11))
+    longer = text(list(range(12)))
+    assert not past.has(longer, 11)
+    assert past.has(text([*range(9), 5, 5]), 9)
+    assert not past.has(text([*range(9), 5, 5]), 10)
+    assert not past.has(text(list(range(10)), scope="salt"), 1)
+    assert not past.has(text([3, 4, 5]), 1), "the middle of a text is no beginning"
+
+
+def test_common_blocks_are_held_once():
+    held, one, other = Held(), text(list(range(12))), text([*range(8), 0, 0, 0, 0])
+    held.add(one, 0, 3)
+    held.add(other, 0, 2)
+    assert len(held) == 3
+    held.add(other, 2, 3)
+    assert len(held) == 4
+    held.drop(one, 3)
+    assert len(held) == 3
+    held.drop(other, 3)
+    assert len(held) == 0

@@ -66,6 +66,7 @@ class Completion:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_suspended: int = 0
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ def make_run(plan: MemoryPlan | None = None, **fields: object) -> RunResult:
     given: dict[str, object] = {
         "finished": 62, "failed": 1, "cancelled": 1, "waited": 40, "suspensions": 7,
         "retried_steps": ("penalties: 4,096 bytes", "penalties: 4,096 bytes"),
-        "prompt_tokens": 12_345, "generated_tokens": 4_096,
+        "prompt_tokens": 12_345, "cached_prompt_tokens": 8_192, "generated_tokens": 4_096,
+        "offloaded_blocks": 300, "loaded_blocks": 1,
         "elapsed_ms": 98_765, "snapshot": snapshot, "plan": plan, "peak_own_bytes": 70 * GiB,
         "stages": (StageRecord(name="load", own_before_bytes=0, own_after_bytes=15 * GiB, elapsed_ms=2_345),
                    StageRecord(name="probe", own_before_bytes=15 * GiB, own_after_bytes=None, elapsed_ms=800)),

@@ -16,8 +16,19 @@ from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import CARDS, find_card, generic_card, host_card
 from tonnage.planner import plan_without_device
-from tonnage.planner.host_tier import GEN3, GEN4, GEN5, LINKS, WHAT_FOR, HostTier, host_tier, link_of, milliseconds
-from tonnage.terms import Rank, Source
+from tonnage.planner.host_tier import (
+    GEN3,
+    GEN4,
+    GEN5,
+    LINKS,
+    WHAT_FOR,
+    HostTier,
+    held_text,
+    host_tier,
+    link_of,
+    milliseconds,
+)
+from tonnage.terms import MemoryPlan, Rank, Source
 from tonnage.units import GiB, MiB, parse_bytes
 
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
@@ -118,6 +129,28 @@ def test_a_refused_plan_offers_it_and_says_what_it_does():
 def test_host_memory_that_is_too_small_is_not_offered():
     assert offers(host_kv_bytes=Setting(GiB)) == []
     assert len(offers(host_kv_bytes=Setting(10_000 * GiB))) == 1
+
+
+def test_what_is_taken_is_whole_blocks_and_what_one_sequence_needs_stays():
+    """F096, F097 and F123 of the field cases: asked = used but for a block, and a tier does not make a start fit."""
+    shape = LimitKnobs(max_seq_len=Setting(8192), max_batch_size=Setting(4))
+
+    def planned(**knobs: Setting[int]) -> MemoryPlan:
+        return plan_without_device(LLAMA_8B, card=generic_card(24 * GiB), knobs=Knobs(**knobs), limit_knobs=shape)
+
+    plain, tiered = planned(), planned(host_kv_bytes=Setting(5 * GiB + 100))
+    assert (tiered.kv, tiered.lines, tiered.max_concurrency) == (plain.kv, plain.lines, plain.max_concurrency)
+    blocks = 5 * GiB // plain.kv.layout.slab_bytes
+    told = held_text([tiered])
+    assert f"in {blocks:,} whole blocks of 2 MiB, 100 bytes of what was asked are none and are not taken" in told
+    assert "not taken" not in held_text([planned(host_kv_bytes=Setting(5 * GiB))])
+
+    needs = []
+    for knobs in (Knobs(), Knobs(host_kv_bytes=Setting(500 * GiB))):
+        with pytest.raises(DoesNotFit) as caught:
+            plan_without_device(LLAMA_8B, card=generic_card(16 * GiB), knobs=knobs, limit_knobs=shape)
+        needs.append((caught.value.need_bytes, caught.value.have_bytes))
+    assert needs[0] == needs[1]
 
 
 def test_the_reference_knows_no_such_tier():

@@ -61,6 +61,9 @@ VALUES: list[tuple[str, str, object]] = [
     ("vllm:cudagraph_capture_sizes=[1, 2, 4]", "graphs", "1,2,4"),
     ("vllm:max_loras=4", "max_adapters", 4),
     ("vllm:max_lora_rank=32", "max_adapter_rank", 32),
+    ("vllm:enable_prefix_caching", "prefix_caching", True),
+    ("vllm:enable-prefix-caching=false", "prefix_caching", False),
+    ("vllm:--no-enable-prefix-caching", "prefix_caching", False),
     ("vllm:kv_offloading_size=1.5", "host_kv_bytes", 3 * GiB // 2),
     ("sglang:max_total_tokens=100000", "kv_tokens", 100_000),
     ("sgl:chunked-prefill-size=4096", "max_num_tokens", 4096),
@@ -72,6 +75,8 @@ VALUES: list[tuple[str, str, object]] = [
     ("sglang:cuda_graph_bs=1 2 4 8", "graphs", "1,2,4,8"),
     ("sglang:max_loras_per_batch=3", "max_adapters", 3),
     ("sglang:max_lora_rank=8", "max_adapter_rank", 8),
+    ("sglang:disable_radix_cache", "prefix_caching", False),
+    ("sglang:disable-radix-cache=false", "prefix_caching", True),
     ("sglang:hicache_size=30", "host_kv_bytes", 30 * 10**9),
     ("trtllm:free_gpu_memory_fraction=0.9", "kv_fraction", Fraction(9, 10)),
     ("tensorrt-llm:kv_cache_config.free_gpu_memory_fraction=0.85", "kv_fraction", Fraction(17, 20)),
@@ -88,6 +93,8 @@ VALUES: list[tuple[str, str, object]] = [
     ("trtllm:cuda_graph_config.batch_sizes=[1,2]", "graphs", "1,2"),
     ("trtllm:lora_config.max_loras=2", "max_adapters", 2),
     ("trtllm:max_lora_rank=64", "max_adapter_rank", 64),
+    ("trtllm:kv_cache_config.enable_block_reuse=false", "prefix_caching", False),
+    ("trtllm:enable_block_reuse=True", "prefix_caching", True),
     ("trtllm:host_cache_size=45000000000", "host_kv_bytes", 45 * 10**9),
 ]  # fmt: skip
 
@@ -250,6 +257,8 @@ BAD = {
     "trtllm:free_gpu_memory_fraction=0": "outside 0 < share",
     "trtllm:cuda_graph_config=x": "only null is understood",
     "trtllm:cross_kv_cache_fraction=0.5": "no counterpart",
+    "trtllm:enable_block_reuse": "has no value",
+    "sglang:disable_radix_cache=0.5": "neither true nor false",
 }
 
 

@@ -56,7 +56,8 @@ SHAPES = ("max_seq_len", "max_batch_size", "max_num_tokens")
 
 def unsaid(made: MemoryPlan, knobs: Knobs, limits: LimitKnobs) -> tuple[Knobs, LimitKnobs]:
     said = SAID if made.limits.graph_batch_sizes else (*SAID, "graphs")
-    return replace(knobs, **dict.fromkeys(said, Setting())), replace(limits, **dict.fromkeys(SHAPES, Setting()))
+    shapes = SHAPES if made.limits.prefix_caching else (*SHAPES, "prefix_caching")
+    return replace(knobs, **dict.fromkeys(said, Setting())), replace(limits, **dict.fromkeys(shapes, Setting()))
 
 
 def back(likes: list[str], made: MemoryPlan, knobs: Knobs, limits: LimitKnobs, plan_with: PlanWith) -> MemoryPlan:
@@ -197,7 +198,9 @@ ASKED: list[dict[str, object]] = [
     {}, {"kv_fraction": Fraction(9, 10)}, {"total_bytes": 3 * GiB // 2, "graphs": "none"}, {"kv_tokens": 20_000},
     {"kv_bytes": GiB, "keep_free_bytes": 0}, {"block_tokens": 32, "kv_dtype": "float8_e4m3fn"},
 ]  # fmt: skip
-LIMITED: list[dict[str, object]] = [{}, {"max_seq_len": 2048, "max_batch_size": 8}, {"max_num_tokens": 1024}]
+LIMITED: list[dict[str, object]] = [
+    {}, {"max_seq_len": 2048, "max_batch_size": 8, "prefix_caching": False}, {"max_num_tokens": 1024},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0].name} on {place[1].name}")

@@ -41,6 +41,21 @@ def test_claims_that_cannot_be_switched_off():
         plan_without_device(SMOLLM2, card=host_card(2 * GiB), knobs=Knobs(disabled_claims=frozenset({"weights"})))
 
 
+def test_books_of_the_host_tier_lie_where_the_engines_objects_do():
+    made, _ = resolve_limits(SMOLLM2, limits(max_seq_len=100), device_kind="host")
+    layout = kv_layout(SMOLLM2, kv_dtype="float32", block_tokens=8)
+    asked = {"block_tokens": 8, "layout": layout, "host_kv_bytes": 10 * layout.slab_bytes + 9}
+    on_host, on_card = (
+        {claim.name: claim for claim in claims_for(SMOLLM2, made, device_kind=kind, **asked)}
+        for kind in ("host", "cuda")
+    )
+    each = metadata_bytes_per_block(block_tokens=8, prefix_caching=True)
+    assert on_host["host block metadata"].applies
+    assert on_host["host block metadata"].cost == Fixed(bytes=10 * each)
+    assert not on_card["host block metadata"].applies
+    assert "host block metadata" not in {claim.name for claim in claims_for(SMOLLM2, made, device_kind="host")}
+
+
 def test_tables_on_the_host_are_what_the_formulas_of_the_layout_say():
     """Managers claim by the same names and formulas; a plan takes each name once."""
     made, _ = resolve_limits(SMOLLM2, limits(max_seq_len=100), device_kind="host")

@@ -98,6 +98,8 @@ def test_two_answers_to_one_question_are_refused():
     asked = {"card": CARD, "reference": ReferenceKnobs()}
     with pytest.raises(InvalidSetting, match=r"lookahead_steps.*knobs of its own"):
         plan_without_device(LLAMA_8B, limit_knobs=LimitKnobs(lookahead_steps=Setting(2)), **asked)
+    with pytest.raises(InvalidSetting, match=r"prefix_caching.*knobs of its own.*enable_block_reuse decides"):
+        plan_without_device(LLAMA_8B, limit_knobs=LimitKnobs(prefix_caching=Setting(False)), **asked)
     with pytest.raises(InvalidSetting, match=r"snapshot_tokens.*knobs of its own"):
         plan_without_device(LLAMA_8B, limit_knobs=LimitKnobs(snapshot_tokens=Setting(256)), **asked)
     with pytest.raises(InvalidSetting, match="no encoder"):

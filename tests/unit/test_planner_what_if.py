@@ -101,3 +101,18 @@ def test_snapshots_count_in_what_a_fit_promises():
     more = kv_bytes_for(kept, 3, 16_384) - kv_bytes_for(usual, 3, 16_384)
     assert more == 3 * states * layout.slab_bytes
     assert holds([kept], num_sequences=4, seq_tokens=16_384)
+
+
+def test_recurrent_states_switch_prefix_caching_off_and_the_plan_says_so():
+    told = "prefix_caching is off: layers of"
+    usual = planned(HYBRID, card=CARD)
+    assert not usual.limits.prefix_caching
+    assert sum(each.startswith(told) for each in usual.warnings) == 1
+    assert planned(HYBRID, card=CARD, prefix_caching=True).limits == usual.limits
+    for shape in ({"prefix_caching": False}, {"snapshot_tokens": 4096}):
+        made = planned(HYBRID, card=CARD, max_seq_len=8192, max_batch_size=4, **shape)
+        assert made.limits.prefix_caching == ("snapshot_tokens" in shape)
+        assert not any(each.startswith(told) for each in made.warnings)
+    plain = planned(LLAMA, card=H100)
+    assert plain.limits.prefix_caching
+    assert plain.fingerprint != planned(LLAMA, card=H100, prefix_caching=False).fingerprint

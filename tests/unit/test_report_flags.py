@@ -109,6 +109,11 @@ def test_graphs_blocks_and_kinds_of_layers_that_need_a_word() -> None:
     assert document["vllm"]["limits"]["enforce_eager"] == "true"
     assert document["sglang"]["limits"]["disable_cuda_graph"] == "true"
     assert document["trtllm"]["limits"]["cuda_graph_config"] == "null"
+    assert document["vllm"]["limits"]["no_enable_prefix_caching"] == "true"
+    assert document["sglang"]["limits"]["disable_radix_cache"] == "true"
+    assert document["trtllm"]["limits"]["enable_block_reuse"] == "false"
+    cache = command(equivalents(odd)[2], equivalents(odd)[2].limits).partition("kv_cache_config")[2]
+    assert "enable_block_reuse: false" in cache
     notes = document["trtllm"]["notes"]
     assert notes[0] == "tokens_per_block must be a power of two above 1, and this plan has 48"
     assert "a pool for each window" in notes[1]

@@ -33,6 +33,9 @@ TOLD = {
     f"{LLAMA} --device H100 --state-dtype fp32": ["state_dtype"],
     f"{LLAMA} --device H100 --snapshot-tokens 1024": ["snapshot_tokens"],
     f"{LLAMA} --device H100 --snapshot-tokens 0": [],
+    f"{LLAMA} --device H100 --host-kv-bytes 20GiB": [],
+    f"{LLAMA} --device H100 --host-kv-bytes 20GiB --no-prefix-caching": ["host_kv_bytes"],
+    f"{LLAMA} --device H100 --no-prefix-caching": [],
 }
 
 

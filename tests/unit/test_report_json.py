@@ -109,7 +109,8 @@ def test_the_run_file_holds_what_readers_look_for() -> None:
     document = run_document(make_run())
     assert document["requests"] == {"finished": 62, "failed": 1, "cancelled": 1, "waited": 40, "suspensions": 7}
     assert document["retried_steps"] == ["penalties: 4,096 bytes"] * 2
-    assert document["tokens"] == {"prompt": 12_345, "generated": 4_096, "per_second": "41.4"}
+    assert document["tokens"] == {"prompt": 12_345, "cached": 8_192, "generated": 4_096, "per_second": "41.4"}
+    assert document["host_tier"] == {"offloaded_blocks": 300, "loaded_blocks": 1}
     assert {"entries", "own", "unattributed", "foreign", "free", "own_source"} <= document["ledger"].keys()
     assert document["plan"] == plan_document(make_plan())
     assert "float" not in {type(value).__name__ for value in _leaves(document)}

@@ -113,6 +113,8 @@ def test_a_run_says_what_was_served_and_what_it_held() -> None:
     assert "62 finished, 1 failed, 1 cancelled; 40 had to wait for memory, 7 suspensions" in text
     assert "2 steps ran out of memory and had to be tried again smaller: penalties: 4,096 bytes" in text
     assert "4,096 generated from 12,345 of prompt in 98.7 s, 41.4 a second" in text
+    assert "cached    8,192 prompt tokens (66 %) found in the KV cache\n" in text
+    assert "host tier 300 blocks (600 MiB) to host memory, 1 block (2 MiB) back\n" in text
     rows = {row.split("  ")[0].strip(): " ".join(row.split()) for row in text.splitlines()}
     assert rows["transient"] == "transient 912 MiB 410 MiB 930 MiB over by 18 MiB sampled"
     assert rows["context"] == "context 520 MiB – – – nobody counts it"
@@ -122,6 +124,12 @@ def test_a_run_says_what_was_served_and_what_it_held() -> None:
     assert "surprise allocated for the first time after start-up: +4 KiB in step 3" in text
     assert "How the pool was found" not in text
     assert "How the pool was found" in drawn(show_run, make_run(), with_plan=True)
+
+
+def test_where_nothing_was_cached_nothing_is_told_of_it() -> None:
+    text = drawn(show_run, make_run(cached_prompt_tokens=0, offloaded_blocks=0, loaded_blocks=0), with_plan=False)
+    assert "cached    " not in text
+    assert "host tier " not in text
 
 
 def test_a_run_whose_own_memory_is_unknown_says_so() -> None:

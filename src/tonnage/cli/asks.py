@@ -17,6 +17,8 @@ from tonnage.sampling import SamplingParams
 
 SAMPLING_KEYS = frozenset(each.name for each in fields(SamplingParams))
 KEYS = SAMPLING_KEYS | {"id", "prompt", "messages"}
+#: How other engines' requests ask for several ways on, of which the best is kept.
+_BEAM_KEYS = ("num_beams", "beam_width", "use_beam_search", "best_of")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EXAMPLE = '{"prompt": "Hello"}'
 
@@ -120,6 +122,7 @@ def _ask(given: dict[str, Any], number: int, seen: dict[str, int], sampling: Map
         raise InputError('needs either "prompt" or "messages"' + (", not both" if prompt is not None else ""))
     if prompt is not None and not isinstance(prompt, str):
         raise InputError('"prompt" is not text')
+    _refuse_beams(given)
     ask = Ask(
         id=name,
         where=f"line {number}",
@@ -129,6 +132,17 @@ def _ask(given: dict[str, Any], number: int, seen: dict[str, int], sampling: Map
     )
     seen[name] = number
     return ask
+
+
+def _refuse_beams(given: Mapping[str, Any]) -> None:
+    """Beams are no key that may be passed over: the text would be another one. A single beam is none."""
+    for key in _BEAM_KEYS:
+        value = given.get(key)
+        if value is True or (value not in (None, False, 1) and not (key == "best_of" and value == given.get("n"))):
+            raise InputError(
+                f'"{key}": beam search is not supported, a sequence goes on in one way; leave it out, or ask for '
+                'independent samples with "n"'
+            )
 
 
 def _id(value: object) -> str:

@@ -31,6 +31,7 @@ def _sample(ask: Ask, completion: Completion) -> Record:
         "finish_reason": str(completion.finish_reason),
         "stop_reason": completion.stop_reason,
         "num_generated_tokens": len(completion.token_ids),
+        "num_cached_tokens": completion.num_cached_tokens,
         "waited": completion.waited,
         "num_suspended": completion.num_suspended,
     }

@@ -381,6 +381,7 @@ class Engine:
             suspensions=self._scheduler.num_suspensions,
             retried_steps=tuple(self._culprits.elements()),
             prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             elapsed_ms=self._serving_ns // 10**6,
             stages=self.stages,

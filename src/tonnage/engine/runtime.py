@@ -92,7 +92,10 @@ class DeviceRuntime:
 
     def result(self, **counts: Any) -> RunResult:
         self.settle("end")
+        moved = self.managers.kv.stats()
         return RunResult(
+            offloaded_blocks=moved["offloaded"],
+            loaded_blocks=moved["loaded"],
             snapshot=self.site.ledger.snapshot(),
             plan=self.plan,
             audit=self.site.ledger.audit(),

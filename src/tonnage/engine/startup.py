@@ -199,7 +199,8 @@ class _Startup:
     def audit(self, runtime: DeviceRuntime) -> None:
         """Compare plan and device once more, then seal: an owner that declared nothing is reported from now on."""
         runtime.settle("audit")
-        runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *self.deviations()))
+        host = () if self.site.host_pool is None else (self.site.host_pool.told(), *self.site.host_pool.warnings)
+        runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *host, *self.deviations()))
         reset_peak()
         self.site.ledger.seal(declared=[STEPS, PENALTIES])
 

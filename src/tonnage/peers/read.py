@@ -79,10 +79,20 @@ def dtype(text: str, knob: str) -> str | None:
 
 def eager(text: str, knob: str) -> str | None:
     """A switch that turns graphs off; alone it means yes."""
+    return "none" if switch_on(text, knob) else None
+
+
+def switch_on(text: str, knob: str) -> bool | None:
+    """A switch of which ours says the same; alone it means yes."""
     word = text.strip().lower()
     if word not in (*_YES, *_NO):
         raise InvalidSetting(knob, text, "neither true nor false", remedy="write true or false")
-    return "none" if word in _YES else None
+    return word in _YES
+
+
+def switch_off(text: str, knob: str) -> bool | None:
+    """A switch of which ours says the opposite; alone it means yes."""
+    return not switch_on(text, knob)
 
 
 def graph_config(text: str, knob: str) -> str | None:

@@ -39,6 +39,7 @@ class PeerKnob:
     read      from the text to our value, None where the text leaves our knob alone
     instead   our flag, which takes the same value, where that is no knob; empty: there is none
     takes_all the pool is to be this large whatever is kept free, so keep_free_bytes becomes 0 unless it is asked for
+    is_switch its name alone is enough
     """
 
     engine: Engine
@@ -49,6 +50,7 @@ class PeerKnob:
     read: Callable[[str, str], object] = read.count
     by: By = By.VALUE
     takes_all: bool = False
+    is_switch: bool = False
     aliases: tuple[str, ...] = ()
     instead: str = ""
 
@@ -84,12 +86,14 @@ def _vllm() -> tuple[PeerKnob, ...]:
             "vLLM raises it for models with recurrent states or several kinds of layers until pages are equal; "
             "here equal slabs hold blocks of that many tokens"),
         row("kv_cache_dtype", "kv_dtype", read=read.dtype),
-        row("enforce_eager", "graphs", read=read.eager),
+        row("enforce_eager", "graphs", read=read.eager, is_switch=True),
         row("cudagraph_capture_sizes", "graphs",
             "vLLM captures mixed batches too; here only decode batches have graphs", read=read.batch_sizes,
             aliases=("cuda_graph_sizes",)),
         row("max_loras", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
+        row("enable_prefix_caching", "prefix_caching", read=read.switch_on, is_switch=True),
+        row("no_enable_prefix_caching", "prefix_caching", read=read.switch_off, is_switch=True),
         row("kv_offloading_size", "host_kv_bytes", read=read.gibibytes),
         row("cpu_offload_gb", differs="weights stay on the device here"),
         row("tensor_parallel_size", differs=RANKS, instead="--tp"),
@@ -115,10 +119,11 @@ def _sglang() -> tuple[PeerKnob, ...]:
         row("context_length", "max_seq_len"),
         row("page_size", "block_tokens"),
         row("kv_cache_dtype", "kv_dtype", read=read.dtype),
-        row("disable_cuda_graph", "graphs", read=read.eager),
+        row("disable_cuda_graph", "graphs", read=read.eager, is_switch=True),
         row("cuda_graph_bs", "graphs", read=read.batch_sizes),
         row("max_loras_per_batch", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
+        row("disable_radix_cache", "prefix_caching", read=read.switch_off, is_switch=True),
         row("hicache_size", "host_kv_bytes", "GB of 1000^3 bytes for each rank; here it is for all together",
             read=read.gigabytes),
         row("swa_full_tokens_ratio", differs="window layers get what their windows need here, not a share"),
@@ -153,6 +158,7 @@ def _trtllm() -> tuple[PeerKnob, ...]:
         row("batch_sizes", "graphs", read=read.batch_sizes, aliases=("cuda_graph_batch_sizes",)),
         row("max_loras", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
+        row("enable_block_reuse", "prefix_caching", read=read.switch_on),
         row("host_cache_size", "host_kv_bytes", "a size for each rank; here it is for all together",
             read=read.size_or_unset),
         row("max_attention_window", differs="windows are those of the model here"),

@@ -73,7 +73,7 @@ def parse_like(typed: str) -> Asked:
     engine = find_engine(engine_name, typed=typed)
     name, equals, text = rest.partition("=")
     knob = find_knob(engine, name, typed=typed)
-    if not equals and knob.name not in ("enforce_eager", "disable_cuda_graph"):
+    if not equals and not knob.is_switch:
         raise UserError(
             f"--like {typed} has no value", need="ENGINE:KNOB=VALUE", remedy=f"write --like {knob.full_name}=VALUE"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from tonnage.hardware import Card
-from tonnage.layout import group_blocks
+from tonnage.layout import sequence_bytes as slab_bytes_of
 from tonnage.terms import MemoryPlan, Source
 from tonnage.units import ceil_div, format_bytes
 
@@ -107,10 +107,11 @@ def host_tier(
 ) -> HostTier | None:
     """The tier for sequences that do not all fit beside these plans, one of each pipeline stage.
 
-    None where there is nothing to swap with (no sequence resident, or all of them) or no link.
+    None where there is nothing to swap with (no sequence resident, or all of them), no link, or no prefix cache: what
+    is evicted would never be looked for.
     """
     link = link_of(card)
-    if link is None or not 0 < num_resident < num_sequences:
+    if link is None or not 0 < num_resident < num_sequences or not plans[0].limits.prefix_caching:
         return None
     shares = [(sequence_bytes(plan, seq_tokens), plan.rank.tp * plan.rank.cp) for plan in plans]
     return HostTier(
@@ -124,25 +125,34 @@ def host_tier(
 
 
 def sequence_bytes(plan: MemoryPlan, seq_tokens: int) -> int:
-    """Cache of one sequence of that length on one rank, in whole blocks; padding of slabs need not travel."""
+    """Cache of one sequence of that length on one rank: whole slabs, which is what is moved and kept."""
     tokens = ceil_div(seq_tokens + plan.limits.extra_tokens, plan.rank.cp)
-    return sum(
-        group.block_bytes * group_blocks(group, tokens, encoder_tokens=plan.limits.max_encoder_tokens)
-        for group in plan.kv.layout.groups
-    )
+    return slab_bytes_of(plan.kv.layout, tokens, encoder_tokens=plan.limits.max_encoder_tokens)
 
 
 def held_text(plans: Sequence[MemoryPlan]) -> str:
-    """What the host memory that was given holds, for plans of one of each stage; empty where none was given."""
+    """What the host memory that was given holds, for plans of one of each stage; empty where none was given, or where
+    it is of no use."""
     given, limits = plans[0].host.kv_bytes, plans[0].limits
+    if not limits.prefix_caching:
+        return ""
     each = sum(sequence_bytes(plan, limits.max_seq_len) * plan.rank.tp * plan.rank.cp for plan in plans)
     if not given or not each:
         return ""
     number = given // each
     return (
         f"host_kv_bytes {format_bytes(given)} holds the cache of {number:,} more full-length "
-        f"sequence{'' if number == 1 else 's'} ({format_bytes(each)} each, over all ranks); {WHAT_FOR}"
+        f"sequence{'' if number == 1 else 's'} ({format_bytes(each)} each, over all ranks){_blocks_text(plans[0])}; "
+        f"{WHAT_FOR}"
     )
+
+
+def _blocks_text(plan: MemoryPlan) -> str:
+    """What one rank takes of it: whole blocks, never more than was asked."""
+    slab_bytes, share = plan.kv.layout.slab_bytes, plan.host.kv_bytes // plan.rank.size
+    number, rest = divmod(share, slab_bytes)
+    told = f", in {number:,} whole blocks of {format_bytes(slab_bytes)}{' a rank' if plan.rank.size > 1 else ''}"
+    return f"{told}, {rest:,} bytes of what was asked are none and are not taken" if rest else told
 
 
 def milliseconds(seconds: Fraction) -> str:

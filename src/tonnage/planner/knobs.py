@@ -69,7 +69,7 @@ def _check_scratch(value: object) -> None:
         raise InvalidSetting(
             "scratch",
             value,
-            "the engine's scratch has an arena of its own, so it cannot be lent to the cache in this release",
+            "attention of this release runs in an arena of its own, which cannot be lent to cached blocks",
             remedy="use cap or reserve; tonnage curve shows what lending would give",
         )
     if value not in SCRATCH_POLICIES:

@@ -16,7 +16,7 @@ from tonnage.config import (
     Setting,
 )
 from tonnage.costs.config import ModelConfig
-from tonnage.costs.layers import Attention
+from tonnage.costs.layers import Attention, Recurrent
 from tonnage.errors import InvalidSetting
 from tonnage.layout import PENALTY_TABLES
 from tonnage.planner.drafts import DEFAULT_DRAFT_TOKENS
@@ -44,7 +44,8 @@ def resolve_limits(
     A step cannot hold more than ``max_batch_size * max_seq_len`` tokens, so ``max_num_tokens`` left open stops there
     (at the model's length where max_seq_len is fitted, so that fitting it does not change the probes).
     ``graphs`` is the knob; a host has none. ``has_draft``: a draft model proposes tokens. Requests may have penalties
-    unless their tables are among the ``disabled_claims``.
+    unless their tables are among the ``disabled_claims``. Prefixes are cached unless that is switched off, or cannot
+    be (``why_no_prefixes``).
     Raises ``InvalidSetting`` for limits below 1 or beyond the model's positions.
     """
     for name in ("max_seq_len", "max_batch_size", "max_num_tokens"):
@@ -104,8 +105,16 @@ def _features(config: ModelConfig, asked: LimitKnobs, *, num_tokens: int, has_dr
         "max_encoder_tokens": asked.max_encoder_tokens.or_else(encoder_tokens if has_encoder else 0),
         "encoder_cache_bytes": asked.encoder_cache_bytes.or_else(DEFAULT_ENCODER_CACHE_BYTES if has_encoder else 0),
         "prompt_logprobs": asked.prompt_logprobs.or_else(False),
-        "prefix_caching": asked.prefix_caching.or_else(True),
+        "prefix_caching": asked.prefix_caching.or_else(True) and not why_no_prefixes(config, asked),
     }
+
+
+def why_no_prefixes(config: ModelConfig, asked: LimitKnobs) -> str:
+    """Why no text can go on from the cache of another, whatever was asked; empty: it can."""
+    is_recurrent = any(isinstance(mixer, Recurrent) for layer in config.layers for mixer in layer.mixers)
+    if not is_recurrent or asked.snapshot_tokens.or_else(0):
+        return ""
+    return f"layers of {config.name} keep a recurrent state, which is that of one whole text"
 
 
 def _seq_len(config: ModelConfig, asked: Setting[int], fitted: int | None) -> Setting[int]:

@@ -28,6 +28,7 @@ _OURS = (
 _NOT_ITS_LIMITS = {
     "lookahead_steps": "leave it out; has_seat_headroom and is_overlapped decide",
     "snapshot_tokens": "leave it out; its plans keep no states for prefixes in this release",
+    "prefix_caching": "leave it out; enable_block_reuse decides",
 }
 
 

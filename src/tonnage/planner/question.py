@@ -21,7 +21,7 @@ from tonnage.layout import KVLayout
 from tonnage.planner.claims import claims_for, without
 from tonnage.planner.drafts import draft_warnings, with_draft_layers
 from tonnage.planner.knobs import check_knobs
-from tonnage.planner.limits import num_drafts, resolve_limits
+from tonnage.planner.limits import num_drafts, resolve_limits, why_no_prefixes
 from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money, windows_by
 from tonnage.planner.predict import leave_out, predict
 from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
@@ -68,6 +68,13 @@ class Question:
         if self.reference is not None:
             return self.reference.tokens_per_block
         return self.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """The share of one rank."""
+        if self.reference is not None:
+            return self.reference.host_cache_bytes or 0
+        return self.knobs.host_kv_bytes.or_else(0) // self.rank.size
 
     @property
     def kv_dtype(self) -> str:
@@ -191,6 +198,7 @@ def listed_claims(question: Question, limits: Limits, layout: KVLayout | None = 
         chip=question.card.chip,
         layout=layout,
         beam_width=1 if reference is None else reference.max_beam_width,
+        host_kv_bytes=question.host_kv_bytes,
     )
 
 
@@ -218,6 +226,8 @@ def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[s
     config, card, total = question.config, question.card, question.knobs.total_bytes.value
     found = [f"{config.name}: {note}" for note in config.notes]
     found += draft_warnings(config, question.draft)
+    if why := _no_prefixes(question):
+        found.append(why)
     if fitted is not None:
         found.append(
             f"max_seq_len is {limits.max_seq_len:,}, the largest that fits; the model has "
@@ -234,6 +244,14 @@ def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[s
             f"planned with {format_bytes(card.total.bytes)}" + (f" ({card.note})" if card.note else "")
         )
     return tuple(found)
+
+
+def _no_prefixes(question: Question) -> str:
+    """The reference decides by itself what it uses again."""
+    why = why_no_prefixes(question.config, question.limit_knobs)
+    if question.reference is not None or not why or not question.limit_knobs.prefix_caching.or_else(True):
+        return ""
+    return f"prefix_caching is off: {why}"
 
 
 def fingerprint(question: Question, limits: Limits) -> str:

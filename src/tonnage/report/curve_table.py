@@ -36,7 +36,7 @@ WHAT = {
 }
 LENT = (
     "lent: what the pool would hold while no step uses that scratch, if its bytes went to cached blocks meanwhile; "
-    "the engine of this release does not lend yet, so this is what is left to gain"
+    "attention of this release runs in an arena of its own that is not lent, so this is what is left to gain"
 )
 
 

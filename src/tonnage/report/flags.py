@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 #: The knobs of TensorRT-LLM that live in a table of their own in its options file.
 _KV_CACHE_CONFIG = (
-    "free_gpu_memory_fraction", "max_tokens", "max_gpu_total_bytes", "tokens_per_block", "dtype",
+    "free_gpu_memory_fraction", "max_tokens", "max_gpu_total_bytes", "tokens_per_block", "dtype", "enable_block_reuse",
 )  # fmt: skip
-_SWITCHES = ("enforce_eager", "disable_cuda_graph")
+_SWITCHES = ("enforce_eager", "disable_cuda_graph", "no_enable_prefix_caching", "disable_radix_cache")
 
 
 def equivalent_document(plan: MemoryPlan) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def _idle(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
                 yield name, "no scratch grows with the tokens that a step attends to"
     if asked.max_adapter_rank.is_set and not limits.max_adapters:
         yield "max_adapter_rank", "no adapters are planned for; max_adapters says how many"
+    if plan.host.kv_bytes and not limits.prefix_caching:
+        yield "host_kv_bytes", "no prefixes are cached, so nothing is evicted that would be looked for again"
     if not any(group.kind == KVGroupKind.STATE for group in plan.kv.layout.groups):
         for name, is_asked in (("state_dtype", knobs.state_dtype.is_set), ("snapshot_tokens", limits.snapshot_tokens)):
             if is_asked:

@@ -25,6 +25,8 @@ class RunResult:
     finished, failed, cancelled   requests, by how they ended
     waited                        requests that had to wait for memory at least once
     suspensions                   times that a running request gave its memory up and was computed again later
+    cached_prompt_tokens          of prompt_tokens, those that were not computed, for a text before began alike
+    offloaded_blocks, loaded_blocks   KV blocks that went to host memory, and that came back
     retried_steps                 who ran out of memory in a step that was then tried again, one entry a step: defects
     elapsed_ms                    of serving, start-up left out
     peak_own_bytes                the most this process held on the device (None: not known)
@@ -42,6 +44,9 @@ class RunResult:
     plan: MemoryPlan
     stages: tuple[StageRecord, ...] = ()
     suspensions: int = 0
+    cached_prompt_tokens: int = 0
+    offloaded_blocks: int = 0
+    loaded_blocks: int = 0
     retried_steps: tuple[str, ...] = ()
     peak_own_bytes: int | None = None
     audit: tuple[AuditRow, ...] = ()

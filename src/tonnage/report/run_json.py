@@ -26,8 +26,17 @@ class _Requests:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
     prompt: int
+    cached: int = 0
     generated: int
     per_second: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostTier:
+    """KV blocks that went to host memory, and that came back."""
+
+    offloaded_blocks: int = 0
+    loaded_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +52,7 @@ class _Document:
     stages: tuple[StageRecord, ...] = ()
     retried_steps: tuple[str, ...] = ()
     peak_own_bytes: int | None = None
+    host_tier: _HostTier = field(default_factory=_HostTier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,10 @@ def run_document(result: RunResult) -> dict[str, Any]:
         suspensions=result.suspensions,
     )
     tokens = _Tokens(
-        prompt=result.prompt_tokens, generated=result.generated_tokens, per_second=result.tokens_per_second
+        prompt=result.prompt_tokens,
+        cached=result.cached_prompt_tokens,
+        generated=result.generated_tokens,
+        per_second=result.tokens_per_second,
     )
     top = _Document(
         requests=counts,
@@ -83,6 +96,7 @@ def run_document(result: RunResult) -> dict[str, Any]:
         stages=result.stages,
         retried_steps=result.retried_steps,
         peak_own_bytes=result.peak_own_bytes,
+        host_tier=_HostTier(offloaded_blocks=result.offloaded_blocks, loaded_blocks=result.loaded_blocks),
     )
     return {**codec.to_json(top), "plan": plan_document(result.plan)}
 
@@ -98,7 +112,7 @@ def run_from(document: Mapping[str, Any], *, file: str) -> RunFile:
     reader = codec.Reader(file)
     top = reader.read(_Document, {key: value for key, value in document.items() if key != "plan"})
     check_numbers([(("elapsed_ms",), top.elapsed_ms)], reader, ())
-    for name, counts in (("requests", top.requests), ("tokens", top.tokens)):
+    for name, counts in (("requests", top.requests), ("tokens", top.tokens), ("host_tier", top.host_tier)):
         check_numbers(numbers_in(counts, (name,)), reader, ())
     inner = document.get("plan")
     if not isinstance(inner, dict):
@@ -117,6 +131,9 @@ def _result(top: _Document, plan: MemoryPlan) -> RunResult:
         suspensions=top.requests.suspensions,
         retried_steps=top.retried_steps,
         prompt_tokens=top.tokens.prompt,
+        cached_prompt_tokens=top.tokens.cached,
+        offloaded_blocks=top.host_tier.offloaded_blocks,
+        loaded_blocks=top.host_tier.loaded_blocks,
         generated_tokens=top.tokens.generated,
         elapsed_ms=top.elapsed_ms,
         snapshot=top.ledger,

@@ -45,12 +45,33 @@ def served_text(result: RunResult) -> Text:
     text.append("\ntokens    ", "dim")
     text.append(f"{result.generated_tokens:,} generated from {result.prompt_tokens:,} of prompt in {_time(result)}, ")
     text.append(f"{result.tokens_per_second} a second", "bold")
+    text.append(_cache_text(result))
     if result.retried_steps:
         # A plan that holds leaves every step its memory: that one did not is worth a word of its own.
         told = f"{plural(len(result.retried_steps), 'step')} ran out of memory and had to be tried again smaller: "
         text.append("\ndefects   ", "bold red")
         text.append(told + "; ".join(sorted(set(result.retried_steps))))
     return text
+
+
+def _cache_text(result: RunResult) -> Text:
+    """What the prefix cache saved, and what went to the host tier and came back; a row each, none where nothing did."""
+    from rich.text import Text
+
+    text = Text()
+    if result.cached_prompt_tokens:
+        share = 100 * result.cached_prompt_tokens // max(1, result.prompt_tokens)
+        text.append("\ncached    ", "dim")
+        text.append(f"{plural(result.cached_prompt_tokens, 'prompt token')} ({share} %) found in the KV cache")
+    if result.offloaded_blocks or result.loaded_blocks:
+        out, back = (_blocks(number, result) for number in (result.offloaded_blocks, result.loaded_blocks))
+        text.append("\nhost tier ", "dim")
+        text.append(f"{out} to host memory, {back} back")
+    return text
+
+
+def _blocks(number: int, result: RunResult) -> str:
+    return f"{plural(number, 'block')} ({format_bytes(number * result.plan.kv.layout.slab_bytes)})"
 
 
 def stages_table(result: RunResult) -> Table:

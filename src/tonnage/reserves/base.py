@@ -45,6 +45,7 @@ class ReserveInputs:
     algorithm        how sparse attention picks tokens, "none" where it reads them all
     layout           of the cache; None: one group of pages of ``block_tokens`` tokens
     beam_width       sequences that one request may branch into
+    num_host_blocks  blocks of the host tier
     profiled_output_bytes  what the encoder's output took in the probes that were run
     counted          reserves that the plan's measured or predicted quantities hold already
     """
@@ -61,6 +62,7 @@ class ReserveInputs:
     algorithm: str = "none"
     layout: KVLayout | None = None
     beam_width: int = 1
+    num_host_blocks: int = 0
     profiled_output_bytes: int = 0
     counted: frozenset[str] = COUNTED
 

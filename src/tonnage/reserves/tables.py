@@ -2,10 +2,10 @@
 
 Trigger: always (step inputs: not on a host; the pool's books: only there). Formula: int32 for every block of every
 running sequence, in a table for each group of layers (a state has none: it is one block, found by its seat; under
-context parallelism a rank lists its own blocks); three int64 for every token and three for every row of a step; two
-int32 for every block. Lifetime: resident, at fixed addresses. Reason: they grow with the limits, and captured steps
-read them where they are. The reference makes its own before its probe, so they are in its measured peak and have no
-side here.
+context parallelism a rank lists its own blocks); three int64 for every token and three for every row of a step; the
+books of every block, those of the host tier too. Lifetime: resident, at fixed addresses. Reason: they grow with the
+limits, and captured steps read them where they are. The reference makes its own before its probe, so they are in its
+measured peak and have no side here.
 """
 
 from __future__ import annotations
@@ -64,20 +64,30 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
         Fixed(bytes=step_input_bytes(limits)),
         "ids, positions, slots and row bounds of the largest step; kept, so that captured steps find them in place",
     )
+    each = metadata_bytes_per_block(block_tokens=inputs.block_tokens, prefix_caching=limits.prefix_caching)
     books = _claim(
         "block metadata",
-        PerBlock(
-            bytes_per_block=metadata_bytes_per_block(
-                block_tokens=inputs.block_tokens, prefix_caching=limits.prefix_caching
-            )
-        ),
+        PerBlock(bytes_per_block=each),
         "holders, place and node of each block, and what finds it again; they grow with the pool, so the pool pays",
     )
     return (
         only_if(pages, table, "no layer keeps its past in pages"),
         only_if(steps, not on_host, "made anew in each step, part of the transient"),
         only_if(books, on_host, "kept in host memory"),
+        *_host_books(inputs, each),
     )
+
+
+def _host_books(inputs: ReserveInputs, each_bytes: int) -> tuple[Claim, ...]:
+    """Blocks of the host tier lie beside the device, and what finds them where the engine's objects lie."""
+    if not inputs.num_host_blocks:
+        return ()
+    books = _claim(
+        "host block metadata",
+        Fixed(bytes=each_bytes * inputs.num_host_blocks),
+        "the same for each block of the host tier, which has its full size from the start",
+    )
+    return (only_if(books, inputs.on_host, "kept in host memory"),)
 
 
 def _claim(name: str, cost: Fixed | PerBlock, reason: str) -> Claim:

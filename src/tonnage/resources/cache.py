@@ -152,8 +152,7 @@ class BlockCache:
         if match.num_new_live > self.num_available:
             raise ResourceError(f"a claim of {match.num_new_live} blocks with {self.num_available} available")
         match.offered = self.blocks.hold(match.ids()).tolist()
-        for block in match.offered:
-            self.room.withdraw(block)
+        self.room.withdraw_all(match.offered)
 
     def retain(self, match: Match, asked: CacheParams) -> None:
         """What a request that claims ``match`` asks for its blocks: the last who asks for anything has it."""
@@ -163,18 +162,16 @@ class BlockCache:
 
     def unclaim(self, match: Match) -> None:
         """As before that claim; what it took out of the queues keeps its age."""
-        idle = set(self.blocks.let_go(match.ids()).tolist())
-        for block in idle:
-            if block in match.offered:
-                self._offer(block)
-            else:
-                self.room.let(block)
+        cached, offered = self._cached(self.blocks.let_go(match.ids())), set(match.offered)
+        self.room.offer_all([block for block in cached if block in offered])
+        self.room.let_all([block for block in cached if block not in offered])
 
-    def _offer(self, block: int) -> None:
-        if self.blocks.nodes[block] == NONE:
-            self.blocks.free(as_ids([block]))
-        else:
-            self.room.offer(block)
+    def _cached(self, idle: Ids) -> list[int]:
+        """Blocks that nobody holds any more, last first; those that the tree does not know are freed."""
+        is_private = self.blocks.nodes[idle] == NONE
+        self.blocks.free(idle[is_private])
+        found: list[int] = idle[~is_private][::-1].tolist()
+        return found
 
     def copy_partial(self, partial: Partial, ids: npt.ArrayLike) -> None:
         """The contents of the claimed sources into private blocks ``ids``, one a group, and the sources let go."""
@@ -200,11 +197,7 @@ class BlockCache:
     def release(self, ids: npt.ArrayLike) -> None:
         """One holder less, for blocks in the order of their tokens: the last becomes the oldest and is evicted first.
         Blocks that nobody holds and the tree does not know are free."""
-        idle = self.blocks.let_go(self.blocks.checked(ids, "released"))
-        is_private = self.blocks.nodes[idle] == NONE
-        self.blocks.free(idle[is_private])
-        for block in idle[~is_private][::-1].tolist():
-            self.room.let(block)
+        self.room.let_all(self._cached(self.blocks.let_go(self.blocks.checked(ids, "released"))))
 
     def store(
         self,
@@ -290,7 +283,7 @@ class BlockCache:
     def begin_step(self) -> None:
         """Priorities whose time is over fall back, and the step gets its share of the link to the host. What sequences
         wait for comes in any case and counts first; what is left is for evicted blocks, and others are dropped."""
-        self.room.budget.begin_step()
+        self.room.begin_step()
         self._retention.refresh()
 
     def flush(self) -> None:

@@ -41,8 +41,9 @@ class CacheEvents:
     """
 
     def __init__(self) -> None:
-        self._subscribers: dict[int, OnEvents] = {}
+        self._subscribers: dict[int, tuple[OnEvents, int]] = {}  # and the number of the first event that is theirs
         self._noted: list[KVEvent] = []
+        self._num_told = 0
         self._next = 0
 
     @property
@@ -52,7 +53,7 @@ class CacheEvents:
     def subscribe(self, callback: OnEvents) -> Callable[[], None]:
         """``callback`` hears of what happens from now on; returns what ends that, and may be called twice."""
         key, self._next = self._next, self._next + 1
-        self._subscribers[key] = callback
+        self._subscribers[key] = callback, self._num_told + len(self._noted)
 
         def unsubscribe() -> None:
             self._subscribers.pop(key, None)
@@ -67,6 +68,8 @@ class CacheEvents:
         nodes: Iterable[tuple[int, int]],
     ) -> None:
         """Blocks by (node, group), as the tree knows them now."""
+        if not self._subscribers:
+            return
         for node, group in nodes:
             parent = tree.parent(node)
             self._noted.append(
@@ -86,10 +89,17 @@ class CacheEvents:
         if not self._noted:
             return
         noted, self._noted = tuple(self._noted), []
-        for key, callback in list(self._subscribers.items()):
+        first, self._num_told = self._num_told, self._num_told + len(noted)
+        raised: list[Exception] = []
+        for key, (callback, since) in list(self._subscribers.items()):
+            theirs = noted[max(0, since - first) :]
+            if not theirs or key not in self._subscribers:  # another callback may have ended it
+                continue
             try:
-                callback(noted)
+                callback(theirs)
             except Exception as error:  # noqa: BLE001 - whatever it raises, it must not stop the step
                 self._subscribers.pop(key, None)
-                told = f"a cache subscriber raised {type(error).__name__}: {error}"
-                warnings.warn(told, RuntimeWarning, stacklevel=2)
+                raised.append(error)
+        for one in raised:  # when all have been told: a warning may be made an error
+            told = f"a cache subscriber raised {type(one).__name__}: {one}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from array import array
+import struct
 from collections.abc import Iterator, Sequence
 
 from tonnage.errors import ResourceError
@@ -104,9 +103,6 @@ class Chain:
 
 def _pack(tokens: Sequence[int]) -> bytes:
     try:
-        packed = array("i", tokens)
-    except (OverflowError, TypeError) as error:
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    except struct.error as error:
         raise ResourceError(f"a token id is no 32-bit integer ({error})") from None
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()

@@ -93,7 +93,7 @@ class HostPool:
         kind = "pinned host memory" if self.is_pinned else "host memory"
         rest = f"; {self.rounding_bytes:,} bytes of what was asked are no whole block" if self.rounding_bytes else ""
         each, used, asked = (format_bytes(size) for size in (self.slab_bytes, self.used_bytes, self.asked_bytes))
-        return f"{self.num_slots:,} blocks of {each}: {used} of {kind}, {asked} asked{rest}"
+        return f"the host tier has {self.num_slots:,} blocks of {each}: {used} of {kind}, {asked} asked{rest}"
 
     def close(self) -> None:
         """Give the memory back: nothing is being copied to it or from it any more. Closing again does nothing.

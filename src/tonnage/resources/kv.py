@@ -223,6 +223,7 @@ class KVManager:
     def _enter(self, text: Text, match: Match, txn: Txn) -> None:
         request_id = text.request.id
         self.cache.claim(match)
+        self.cache.retain(match, text.request.params.cache)
         row = self._row_of[request_id] = self._slots.slot_of(request_id)
         txn.undo(partial(self._unadmit, text, match, row, int(self._live.epoch[row])))
         self._holdings.enter(row, text, match, lifetime=self._needs.positions(text.request))
@@ -257,7 +258,6 @@ class KVManager:
         num_new, num_available = self._num_blocks(grown), self.cache.num_available
         if num_new > num_available:
             raise Veto(self.name, f"the step needs {num_new} blocks and {num_available} are free")
-        self.cache.begin_step()
         prepared = _Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
         txn.undo(partial(self._unprepare, plan, prepared))
         if num_new:

@@ -50,9 +50,9 @@ class Match:
 
     def ids(self) -> Ids:
         """All blocks that claiming holds, sources of the partial one too."""
-        found = [block for row in self.blocks for block in row if block != NONE]
-        if self.partial is not None:
-            found += [block for block in self.partial.sources if block != NONE]
+        found: list[int] = []
+        for row in self.blocks if self.partial is None else [*self.blocks, self.partial.sources]:
+            found += row if NONE not in row else [block for block in row if block != NONE]
         return as_ids(found)
 
     def num_active(self, blocks: Blocks) -> int:
@@ -96,7 +96,8 @@ class Matcher:
         """The most blocks with everything that each group needs to go on after them."""
         depth = len(rows[0])
         for group in self._whole:
-            depth = min(depth, next((i for i, block in enumerate(rows[group]) if block == NONE), depth))
+            if NONE in rows[group]:
+                depth = min(depth, rows[group].index(NONE))
         if not self._windows:
             return depth
         runs, best = dict.fromkeys(self._windows, 0), 0

@@ -59,10 +59,18 @@ class Room:
         self.counts: Counter[str] = Counter()
         self._keeps_node, self._offload_priority = tuple(keeps_node), offload_priority
         self._loading: list[_Loading] = []
+        self._num_to_count = 0  # loads of which the budget does not know yet
 
     @property
     def num_groups(self) -> int:
         return len(self._keeps_node)
+
+    def begin_step(self) -> None:
+        """The step's share of the link to the host. Loads begin once a step is final, and so they count in the next:
+        who waits gets all of it, and what is evicted has to make do with the rest."""
+        self.budget.begin_step()
+        self.budget.take(self._num_to_count)
+        self._num_to_count = 0
 
     # -- the queues ----------------------------------------------------------------------------------------------
 
@@ -75,12 +83,23 @@ class Room:
         """Nobody holds it any more: it may be evicted."""
         self._queue(block).push(block)
 
-    def _offer_all(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self.offer(block)
+    def offer_all(self, blocks: Sequence[int]) -> None:
+        """``offer`` each; of many the places are looked up at once."""
+        ids, head_slots = as_ids(blocks), self.blocks.head_slots
+        for block, level, slot in zip(
+            blocks, self.blocks.levels[ids].tolist(), self.blocks.slots[ids].tolist(), strict=True
+        ):
+            queue = self.host if level == Level.HOST else self.head if slot < head_slots else self.body
+            queue.push(block)
 
     def withdraw(self, block: int) -> None:
         self._queue(block).discard(block)
+
+    def withdraw_all(self, blocks: Sequence[int]) -> None:
+        for queue in (self.body, self.head, self.host):
+            if len(queue):
+                for block in blocks:
+                    queue.discard(block)
 
     def is_offered(self, block: int) -> bool:
         return block in self._queue(block)
@@ -113,13 +132,13 @@ class Room:
             self.mover.move(self.blocks.slots[ids], slots)
         except BaseException:
             free.push(slots)
-            self._offer_all(idle)
+            self.offer_all(idle)
             raise
         self.blocks.leave(ids)
         self.blocks.place(ids, Level.DEVICE, slots)
         self.counts["moved"] += ids.size
         self.version += len(idle) < ids.size
-        self._offer_all(idle)
+        self.offer_all(idle)
 
     # -- eviction ------------------------------------------------------------------------------------------------
 
@@ -163,7 +182,7 @@ class Room:
             self.mover.offload(self.blocks.slots[ids], slots)
         except BaseException:
             self.blocks.free_host.push(slots)
-            self._offer_all(kept)
+            self.offer_all(kept)
             raise
         self.tell("removed", ids, Level.DEVICE)
         self.blocks.leave(ids)
@@ -171,7 +190,7 @@ class Room:
         self.tell("stored", ids, Level.HOST)
         self.counts["offloaded"] += ids.size
         self.budget.take(ids.size)
-        self._offer_all(kept)
+        self.offer_all(kept)
 
     def drop(self, block: int) -> None:
         """Out of the tree, and with it what cannot be found without it; what nobody holds becomes free."""
@@ -240,7 +259,7 @@ class Room:
         self._loading.append(_Loading(load, ids, host_slots))
         self.counts["loaded"] += ids.size
         self.version += 1
-        self.budget.take(ids.size)  # whoever waits gets all of it: what goes out has to make do with the rest
+        self._num_to_count += ids.size
 
     def loading(self) -> set[int]:
         """Blocks that have not come yet. What has come is let go by the transfer."""
@@ -272,9 +291,14 @@ class Room:
         if self.blocks.nodes[block] == NONE:
             self.blocks.free(as_ids([block]))
         else:
+            self.let_all([block])
+
+    def let_all(self, blocks: Sequence[int]) -> None:
+        """Blocks of the tree that nobody holds any more are evictable, the first of them first."""
+        for block in blocks:
             self.ranks.touch(block)
             self.deadlines.start(block)
-            self.offer(block)
+        self.offer_all(blocks)
 
     # -- the head ------------------------------------------------------------------------------------------------
 
@@ -324,7 +348,7 @@ class Room:
         try:
             self._move(first, free_head)
         except BaseException:
-            self._offer_all(second.tolist())
+            self.offer_all(second.tolist())
             raise
         self._move(second, free_body)
         free_head.remove(num_slots)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 
 from tonnage.errors import ResourceError
 from tonnage.resources.chain import Chain
 
 #: So many children of a node are looked at for a partial match, the newest first.
 MAX_SIBLINGS = 32
-#: Bytes that the Python objects of a node take beside its tokens, with one group of layers.
-NODE_BYTES = 330
+#: Bytes that the Python objects of a node take beside its tokens and its blocks: half its digest and the headers of
+#: two byte strings, the rest its number, entries of lists and one of a dictionary, which is half full on average.
+NODE_BYTES = 230
+#: An entry of a list, and the number in it.
+GROUP_BYTES = 36
 
 
 class PrefixTree:
@@ -18,7 +21,7 @@ class PrefixTree:
 
     A full node has ``block_tokens`` tokens and may have children; a partial one, the end of a text, has fewer and none.
     A node is found by its digest and then by its tokens and its parent, so a collision finds nothing. It stays as
-    long as it has a block or a child. Children are a ring of siblings, newest first.
+    long as it has a block or a child. Children are a chain of siblings, newest first.
     """
 
     ROOT = -1
@@ -71,10 +74,11 @@ class PrefixTree:
         """The child that shares most leading tokens with block ``index`` of the chain, and how many: 1 to
         ``max_tokens``. Of equal ones the newest; only the newest ``MAX_SIBLINGS`` are looked at."""
         wanted = chain.leading(index, min(max_tokens, self.block_tokens))
-        best, most = self.ROOT, 0
+        best, most, first = -1, 0, wanted[:4]
         child, num_seen = self._first_child(node, chain.scope), 0
-        while child != self.ROOT and num_seen < MAX_SIBLINGS:
-            if (common := _num_common(self._tokens[child], wanted)) > most:
+        while child != -1 and num_seen < MAX_SIBLINGS:
+            tokens = self._tokens[child]
+            if first and tokens.startswith(first) and (common := _num_common(tokens, wanted)) > most:
                 best, most = child, common
             child, num_seen = self._next[child], num_seen + 1
         return None if not most else (best, most)
@@ -84,7 +88,8 @@ class PrefixTree:
     def insert(self, parent: int, chain: Chain, index: int, num_tokens: int) -> int:
         """The node of the first ``num_tokens`` tokens of block ``index`` under ``parent``, new if there is none.
 
-        Raises ``ResourceError`` for a partial parent, and for a collision: another text of the same digest.
+        Raises ``ResourceError`` for a parent that is partial, gone, or not the chain's node before that block, and for
+        a collision: another text of the same digest.
         """
         is_full = num_tokens == self.block_tokens
         digest, packed = (chain.digest(index), chain.packed(index)) if is_full else chain.partial(index, num_tokens)
@@ -93,10 +98,8 @@ class PrefixTree:
             if (self._parents[found], self._tokens[found], self._scopes[found]) != (parent, packed, chain.scope):
                 raise ResourceError("two texts have one digest")
             return found
-        if (parent == self.ROOT) != (index == 0):
-            raise ResourceError(f"block {index} under node {parent}")
-        if parent != self.ROOT and self.num_tokens(parent) != self.block_tokens:
-            raise ResourceError(f"node {parent} is partial and has no children")
+        if (parent == self.ROOT) != (index == 0) or not self._may_have_child(parent, chain.digest(index - 1)):
+            raise ResourceError(f"block {index} under node {parent}, which is not the full one before it")
         return self._added(parent, digest, packed, chain.scope)
 
     def attach(self, node: int, group: int, block: int) -> None:
@@ -140,7 +143,7 @@ class PrefixTree:
 
     def token_ids(self, node: int) -> tuple[int, ...]:
         """The node's own tokens."""
-        return tuple(array("i", self._tokens[node]))
+        return struct.unpack(f"<{self.num_tokens(node)}i", self._tokens[node])
 
     def depth(self, node: int) -> int:
         """Nodes above it."""
@@ -150,12 +153,12 @@ class PrefixTree:
         return depth
 
     def children(self, node: int) -> list[int]:
-        """Newest first."""
+        """Newest first; of ``ROOT`` the first nodes of all scopes, by scope."""
         found = []
-        child = self._first[node]
-        while child != -1:
-            found.append(child)
-            child = self._next[child]
+        for child in self._roots.values() if node == self.ROOT else (self._first[node],):
+            while child != -1:
+                found.append(child)
+                child = self._next[child]
         return found
 
     def subtree(self, node: int) -> list[int]:
@@ -188,6 +191,12 @@ class PrefixTree:
         self._by_digest[digest] = node
         return node
 
+    def _may_have_child(self, parent: int, digest: bytes) -> bool:
+        """It is there, full, and the node of ``digest``."""
+        if parent == self.ROOT:
+            return True
+        return self._digests[parent] == digest and self.num_tokens(parent) == self.block_tokens
+
     def _first_child(self, node: int, scope: bytes) -> int:
         return self._roots.get(scope, -1) if node == self.ROOT else self._first[node]
 
@@ -211,7 +220,7 @@ class PrefixTree:
 
 def node_bytes(*, block_tokens: int, num_groups: int) -> int:
     """Bytes of the heap that a node takes: its objects, its tokens, and an entry for the block of each group."""
-    return NODE_BYTES + 4 * block_tokens + 8 * (num_groups - 1)
+    return NODE_BYTES + 4 * block_tokens + GROUP_BYTES * num_groups
 
 
 def _num_common(first: bytes, second: bytes) -> int:
