@@ -260,7 +260,7 @@ def act(bench, act):
             bench.cache.clear()
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(ACTS)
 def test_any_order_of_calls_keeps_the_books_and_the_bytes(acts):
     bench = Bench()
@@ -279,7 +279,7 @@ def test_any_order_of_calls_keeps_the_books_and_the_bytes(acts):
     assert bench.cache.tree.num_nodes == 0
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(ACTS, st.integers(1, 30))
 def test_a_copy_that_fails_changes_nothing_that_anybody_holds(acts, fail_at):
     """13: the books balance after an injected failure, and every sequence still finds its tokens."""

@@ -61,7 +61,7 @@ def lying(cache):
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(ACTS)
 def test_stored_less_removed_is_what_the_tree_holds(acts):
     bench, listener = Bench(), Listener()
@@ -77,7 +77,7 @@ def test_stored_less_removed_is_what_the_tree_holds(acts):
     assert listener.there == {"device": {}, "host": {}}
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(ACTS, st.integers(1, 30))
 def test_a_copy_that_fails_is_told_as_it_ended(acts, fail_at):
     bench, listener = Bench(), Listener()

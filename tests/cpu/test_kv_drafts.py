@@ -174,7 +174,7 @@ class Pair:
         assert self.slots.stats() == before[2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), calls=st.lists(st.sampled_from("aaasssscvvf"), min_size=10, max_size=30))
 def test_target_and_draft_hold_the_same_sequences(data, calls):
     """46, 13: whatever is deferred, vetoed, rolled back, cancelled in the middle or ends."""

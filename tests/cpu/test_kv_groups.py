@@ -173,7 +173,7 @@ LAYERS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     data=st.data(),
     groups=LAYERS,

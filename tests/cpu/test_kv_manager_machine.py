@@ -579,7 +579,7 @@ CALLS = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     data=st.data(),
     block_tokens=st.sampled_from([1, 3, 4]),

@@ -167,7 +167,7 @@ def run(acts):
     return model
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(ACTS)
 def test_the_tree_is_what_the_texts_say(acts):
     model = run(acts)
@@ -175,7 +175,7 @@ def test_the_tree_is_what_the_texts_say(acts):
     assert model.tree.children(PrefixTree.ROOT) == []
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(ACTS)
 def test_a_hash_that_collides_finds_nothing_that_is_not_there(acts):
     """6: digests lead to a node, tokens, parent and scope decide."""

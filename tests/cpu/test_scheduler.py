@@ -601,7 +601,7 @@ def apply_finders(log, found):
     log.kv.loads = lambda request: of(request)[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     asks=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 20), st.integers(-1, 1)), min_size=1, max_size=15),
     found=finders(),
@@ -661,7 +661,7 @@ def traffic(draw):
     return draw(st.lists(asks, min_size=1, max_size=25))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     asks=traffic(),
     kv_blocks=st.integers(17, 80),

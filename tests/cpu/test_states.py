@@ -330,7 +330,7 @@ class StatesMachine(RuleBasedStateMachine):
         self.world.close()
 
 
-StatesMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
+StatesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50)
 TestEveryTextHasItsState = StatesMachine.TestCase
 
 
