@@ -29,6 +29,8 @@ SCOPES = (scope_digest(), scope_digest(salt="a"))
 WEAK = SimpleNamespace(
     sha256=lambda data: SimpleNamespace(digest=lambda: bytes([hashlib.sha256(data).digest()[0] % 3]) * 32)
 )
+#: Digests that say no more than the last token.
+LAST_TOKEN = SimpleNamespace(sha256=lambda data: SimpleNamespace(digest=lambda: bytes(28) + data[-4:]))
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=13)
 #: Two groups of layers: a node stays as long as either has a block.
 GROUPS = 2
@@ -240,12 +242,26 @@ def test_what_is_no_place_for_a_block_is_refused():
 
 def test_a_partial_parent_is_refused_though_its_digest_is_right(monkeypatch):
     """8: a collision gives a partial node no children either."""
-    constant = SimpleNamespace(sha256=lambda _: SimpleNamespace(digest=lambda: bytes(32)))
-    monkeypatch.setattr(chain_module, "hashlib", constant)
+    monkeypatch.setattr(chain_module, "hashlib", LAST_TOKEN)
     tree = PrefixTree(block_tokens=B, num_groups=1)
-    part = tree.insert(PrefixTree.ROOT, Chain(bytes(32), [1, 1], B), 0, 2)
-    with pytest.raises(ResourceError):
-        tree.insert(part, Chain(bytes(32), [1] * 6, B), 1, B)
+    part = tree.insert(PrefixTree.ROOT, Chain(SCOPES[0], [5, 9], B), 0, 2)
+    chain = Chain(SCOPES[0], [1, 1, 9, 4, 4, 7], B)
+    assert chain.digest(0) == tree.digest(part)
+    with pytest.raises(ResourceError, match="not the full one before it"):
+        tree.insert(part, chain, 1, B)
+    assert (tree.num_nodes, tree.children(part)) == (1, [])
+
+
+def test_a_block_of_the_same_tokens_after_another_text_is_not_found(monkeypatch):
+    """6: where digests collide the tokens of one block are not enough, its parent must be the one before."""
+    monkeypatch.setattr(chain_module, "hashlib", LAST_TOKEN)
+    tree = PrefixTree(block_tokens=B, num_groups=1)
+    stored(tree, [1, 1, 9, 4, 4, 7])
+    (first,) = stored(tree, [2, 2, 8])
+    chain = Chain(SCOPES[0], [2, 2, 8, 4, 4, 7], B)
+    assert tree.walk(chain, 2) == [first]
+    with pytest.raises(ResourceError, match="one digest"):
+        tree.insert(first, chain, 1, B)
 
 
 def test_only_the_newest_siblings_are_looked_at():

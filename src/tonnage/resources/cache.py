@@ -272,7 +272,10 @@ class BlockCache:
         num_slots = self.head_slots if num_slots is None else num_slots
         if not 0 <= num_slots <= self.head_slots:
             raise ResourceError(f"{num_slots} slots of a head that has {self.head_slots}")
-        return self.room.take_back(num_slots, manager=manager)
+        answer = self.room.take_back(num_slots, manager=manager)
+        if answer is None:
+            self.flush()  # what is evicted may still be read on its way to the host
+        return answer
 
     def lend(self) -> None:
         """The scratch is idle: all of the head is lent to cached blocks."""
