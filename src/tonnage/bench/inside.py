@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tonnage.bench.rules import Limits
 from tonnage.layout import KVGroupKind
 
@@ -100,7 +98,7 @@ def num_scratch_slots(engine: Engine) -> int:
 
 def num_in_scratch(engine: Engine) -> int:
     """Blocks that lie in slots that were taken back."""
-    return int(np.count_nonzero(_cache(engine).blocks.owners[: num_scratch_slots(engine)] >= 0))
+    return int((_cache(engine).blocks.owners[: num_scratch_slots(engine)] >= 0).sum())
 
 
 def wrong_contents(engine: Engine) -> tuple[int, list[str]]:
@@ -120,7 +118,7 @@ def lost_blocks(engine: Engine) -> list[str]:
     slots = stats["kv.free"] + stats["kv.cached"] + num_scratch_slots(engine)
     host = stats["kv.host_free"] + stats["kv.host_cached"]
     told = []
-    if num_held := int(np.count_nonzero(cache.blocks.refs)):
+    if num_held := int((cache.blocks.refs > 0).sum()):
         told.append(f"{num_held} blocks are held by nobody")
     if slots != cache.num_slots:
         told.append(f"{slots} of {cache.num_slots} slots are free, cached or scratch")
