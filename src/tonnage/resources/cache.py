@@ -229,7 +229,8 @@ class BlockCache:
         if there == NONE:
             self.tree.attach(node, group, block)
             self.blocks.nodes[block] = node
-            self.room.tell("stored", as_ids([block]), Level.DEVICE)
+            if self.events.has_subscribers:
+                self.room.tell("stored", as_ids([block]), Level.DEVICE)
             return block
         if self.blocks.levels[there] == Level.HOST:
             self.room.inherit(there, block)
@@ -243,9 +244,8 @@ class BlockCache:
 
     def forget(self, ids: npt.ArrayLike) -> None:
         """Cached blocks among ``ids`` that nobody holds leave the tree, and what cannot be found without them."""
-        for block in np.asarray(ids, np.int32).reshape(-1).tolist():
-            if self.blocks.nodes[block] != NONE and not self.blocks.refs[block]:
-                self.room.drop(block)
+        asked = np.asarray(ids, np.int32).reshape(-1)
+        self.room.drop(asked[(self.blocks.nodes[asked] != NONE) & (self.blocks.refs[asked] == 0)].tolist())
 
     # -- the host and the head -----------------------------------------------------------------------------------
 
@@ -312,9 +312,7 @@ class BlockCache:
         """Nothing is cached any more; what is held stays, and is found by nobody."""
         self.room.wait_all()
         for queue in (self.room.body, self.room.head, self.room.host):
-            for block in queue.listed():
-                if block in queue:
-                    self.room.drop(block)
+            self.room.drop(queue.listed())
 
     def reset(self) -> None:
         """As new, whoever held what: the counts stay."""

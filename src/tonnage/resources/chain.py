@@ -88,6 +88,11 @@ class Chain:
                 yield before, packed
 
     def _extend(self, num_blocks: int) -> None:
+        if num_blocks == len(self._digests) + 1:  # as a text grows; without the machinery for many at once
+            self._pack(num_blocks)
+            before = self._digests[-1] if self._digests else self.scope
+            self._digests.append(hashlib.sha256(before + self._packed[num_blocks - 1]).digest())
+            return
         for _ in self._more(num_blocks):
             """Each is kept as it is made."""
 

@@ -147,9 +147,7 @@ class Room:
         victims = [self._pop_lowest() for _ in range(num)]
         kept = self._worth_keeping(victims)
         chosen = set(kept)
-        for block in victims:
-            if block not in chosen:
-                self.drop(block)
+        self.drop([block for block in victims if block not in chosen])
         self._offload(kept)
 
     def _worth_keeping(self, victims: list[int]) -> list[int]:
@@ -158,14 +156,15 @@ class Room:
             return []
         found = [block for block in victims if self.ranks.priorities[block] >= self._offload_priority]
         found = found[len(found) - min(len(found), self.budget.num_left) :]
-        num_free = len(self.blocks.free_host)
-        while len(found) > num_free:
+        short = len(found) - len(self.blocks.free_host)
+        given_up: list[int] = []
+        while short > len(given_up):
             lowest = self.host.lowest()
-            if lowest is None or lowest > self.ranks.ranks[found[-num_free - 1]]:
-                return found[len(found) - num_free :]
-            self.drop(self.host.pop())
-            num_free = len(self.blocks.free_host)
-        return found
+            if lowest is None or lowest > self.ranks.ranks[found[short - len(given_up) - 1]]:
+                break
+            given_up.append(self.host.pop())
+        self.drop(given_up)
+        return found[max(0, len(found) - len(self.blocks.free_host)) :]
 
     def _pop_lowest(self) -> int:
         in_body, in_head = self.body.lowest(), self.head.lowest()
@@ -192,33 +191,35 @@ class Room:
         self.budget.take(ids.size)
         self.offer_all(kept)
 
-    def drop(self, block: int) -> None:
-        """Out of the tree, and with it what cannot be found without it; what nobody holds becomes free."""
-        node = int(self.blocks.nodes[block])
-        if node == NONE:  # it went with its parent
-            return
-        gone = [block]
-        if self._keeps_node[self.blocks.groups[block]]:
-            gone = [one for each in self.tree.subtree(node) for one in self._blocks_at(each)]
-        self._detach(gone)
-        self.counts["evicted"] += len(gone)
-
-    def _blocks_at(self, node: int) -> Iterable[int]:
-        found = (self.tree.block(node, group) for group in range(len(self._keeps_node)))
-        return [block for block in found if block != NONE]
-
-    def _detach(self, gone: list[int]) -> None:
-        ids = as_ids(gone)
-        for level in (Level.DEVICE, Level.HOST):
-            self.tell("removed", ids[self.blocks.levels[ids] == level], level)
-        for block in gone:
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Out of the tree, and with them what cannot be found without them; what nobody holds becomes free."""
+        gone: list[int] = []
+        for block in blocks:
             node = int(self.blocks.nodes[block])
-            self.tree.detach(node, int(self.blocks.groups[block]))
-            self.blocks.nodes[block] = NONE
-            self.ranks.forget(block)
-            self.withdraw(block)
-            self.tree.prune(node)
-        self.blocks.free(ids[self.blocks.refs[ids] == 0])
+            if node == NONE:  # it went with its parent
+                continue
+            group = int(self.blocks.groups[block])
+            if not self._keeps_node[group] or (self.num_groups == 1 and not self.tree.has_children(node)):
+                gone.append(self._detached(block, node, group))
+                continue
+            for each in self.tree.subtree(node):
+                found = ((self.tree.block(each, other), other) for other in range(self.num_groups))
+                gone += [self._detached(one, each, other) for one, other in list(found) if one != NONE]
+        if gone:
+            self.withdraw_all(gone)
+            ids = as_ids(gone)
+            self.blocks.free(ids[self.blocks.refs[ids] == 0])
+            self.counts["evicted"] += len(gone)
+
+    def _detached(self, block: int, node: int, group: int) -> int:
+        """The block, which is private now; its node goes with its last block and child."""
+        if self.events.has_subscribers:
+            self.tell("removed", as_ids([block]), int(self.blocks.levels[block]))
+        self.blocks.nodes[block] = NONE
+        self.ranks.forget(block)
+        self.tree.detach(node, group)
+        self.tree.prune(node)
+        return block
 
     def inherit(self, heir: int, block: int) -> None:
         """A private block holds, just computed, what a block of the tree holds on the host: that one takes its slot

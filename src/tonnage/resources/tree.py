@@ -152,6 +152,9 @@ class PrefixTree:
             depth += 1
         return depth
 
+    def has_children(self, node: int) -> bool:
+        return self._first[node] != -1
+
     def children(self, node: int) -> list[int]:
         """Newest first; of ``ROOT`` the first nodes of all scopes, by scope."""
         found = []
