@@ -54,8 +54,13 @@ class Chain:
 
     def packed(self, index: int) -> bytes:
         """The tokens of full block ``index``, 4 bytes each."""
-        self.digest(index)
-        return self._packed[index]
+        return self.full(index)[1]
+
+    def full(self, index: int) -> tuple[bytes, bytes]:
+        """Digest and tokens of full block ``index``."""
+        if index >= len(self._digests):
+            self._extend(index + 1)
+        return self._digests[index], self._packed[index]
 
     def partial(self, index: int, num_tokens: int) -> tuple[bytes, bytes]:
         """Digest and tokens of the first ``num_tokens`` tokens of block ``index``."""

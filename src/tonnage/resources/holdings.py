@@ -126,9 +126,32 @@ class Holdings:
 
     def store_crossed(self, rows: Ints) -> None:
         """Of rows that were computed further: those past a border store what is whole by now."""
-        past = self.live.computed[rows] // self._block_tokens > self.live.stored[rows]
-        for row in rows[past].tolist():
+        ends, stored = self.live.computed[rows] // self._block_tokens, self.live.stored[rows]
+        past = ends > stored
+        if not past.any():
+            return
+        by_one = past & (ends == stored + 1)
+        self._store_next(rows[by_one])
+        for row in rows[past & ~by_one].tolist():
             self.store(row)
+
+    def _store_next(self, rows: Ints) -> None:
+        """The next block of each row, as sequences store that decode: what lies in arrays is read and written at once.
+
+        An exception leaves the rows before it stored, as it does in ``store``.
+        """
+        indices, parents = self.live.stored[rows].tolist(), self.live.parent[rows].tolist()
+        columns = self.tables.columns(rows, indices)
+        for row, index, parent, mine in zip(rows.tolist(), indices, parents, columns, strict=True):
+            text = self.texts[row]
+            # Stand-ins compute more than they know.
+            if not text.stores or (index + 1) * self._block_tokens > len(text.tokens):
+                continue
+            node, kept = self.cache.store(text.chain, index, self._block_tokens, parent, mine, text.retention)
+            if kept != mine:
+                self.tables.set(row, index, [[block] for block in kept])
+            self.live.parent[row], self.live.stored[row] = node, index + 1
+            self._prefixes.keep(text, index)
 
     def store(self, row: int, *, with_partial: bool = False) -> None:
         """Its computed blocks into the tree; where another has stored the same, it goes on with that one."""

@@ -94,6 +94,12 @@ class PageTables:
         no_block = self._cache.no_block
         return [-1 if block == no_block else block for block in self.ids[:, row, column].tolist()]
 
+    def columns(self, rows: Ints, columns: Sequence[int]) -> list[list[int]]:
+        """``column`` of each row at a column of its own."""
+        found = self.ids[:, rows, columns].T
+        blocks: list[list[int]] = np.where(found == self._cache.no_block, -1, found).tolist()
+        return blocks
+
     def row(self, row: int, first: int, last: int) -> Ids:
         """Blocks of the columns [first, last) in token order, those of all groups side by side.
 

@@ -92,7 +92,7 @@ class PrefixTree:
         a collision: another text of the same digest.
         """
         is_full = num_tokens == self.block_tokens
-        digest, packed = (chain.digest(index), chain.packed(index)) if is_full else chain.partial(index, num_tokens)
+        digest, packed = chain.full(index) if is_full else chain.partial(index, num_tokens)
         found = self._by_digest.get(digest)
         if found is not None:
             if (self._parents[found], self._tokens[found], self._scopes[found]) != (parent, packed, chain.scope):
