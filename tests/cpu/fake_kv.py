@@ -100,6 +100,9 @@ class FakeKV:
     def short_of(self, *_):
         return 0
 
+    def held_back(self):
+        return ""
+
     def prepare(self, plan, txn):
         self._call("prepare")
         for row in plan.items:

@@ -72,6 +72,9 @@ class Recorder:
         self._call("short_of")
         return self.missing
 
+    def held_back(self):
+        return "a pin" if self.missing == 9 else ""
+
     def prepare(self, plan, txn):
         self._call("prepare")
 
@@ -233,6 +236,8 @@ def test_the_first_manager_that_is_short_is_named():
     assert Dispatcher(managers).short_of(["x"], np.array([5])) == Deferral(manager="b", need=2, have=0)
     assert log == ["a.short_of", "b.short_of"]
     assert Dispatcher(managers[:1]).short_of(["x"], np.array([5])) is None
+    told = Dispatcher(managers[2:]).short_of(["x"], np.array([5]))
+    assert told == Deferral(manager="c", need=9, have=0, held_back="a pin")
 
 
 def test_the_managers_hear_what_was_sampled():

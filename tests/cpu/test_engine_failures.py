@@ -557,3 +557,63 @@ def test_an_observer_hears_of_every_request_from_arrival_to_end():
         assert kinds[0] is EventKind.ARRIVED
         assert kinds[-1] is EventKind.ENDED
         assert kinds.count(EventKind.ENDED) == 1
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+
+
+def pinned_engine():
+    return stub_engine(kv_tokens=256, max_seq_len=256, max_batch_size=4, prefix_caching=True)
+
+
+def run(engine, *, most=300):
+    done = {}
+    for _ in range(most):
+        done |= {one.request_id: one for one in engine.step()}
+        if not engine.has_work:
+            return done
+    raise AssertionError(f"still at work after {most} steps: {engine.progress()}")
+
+
+def long_request(engine, name, *, prompt, most):
+    params = SamplingParams(max_tokens=most, ignore_eos=True)
+    engine.submit(engine.request(name, params, token_ids=[sum(map(ord, name)) % 200] * prompt))
+
+
+def test_who_cannot_begin_because_of_a_pin_is_told_and_the_next_one_runs():
+    """Alone in the engine it would wait for ever for what only the caller can give back."""
+    engine = pinned_engine()
+    long_request(engine, "a", prompt=128, most=10)
+    engine.step()
+    engine.step()
+    pin = engine.pin("a")
+    run(engine)
+    long_request(engine, "b", prompt=100, most=100)
+    long_request(engine, "c", prompt=10, most=10)
+    done = run(engine)
+    assert done["b"].finish_reason is Finish.ERROR
+    assert "1 open pin with 8 blocks cannot be taken back. To change: close pins" in done["b"].error
+    assert done["c"].finish_reason is Finish.LENGTH
+    pin.close()
+    long_request(engine, "d", prompt=100, most=100)
+    assert run(engine)["d"].finish_reason is Finish.LENGTH
+
+
+def test_who_runs_short_because_of_a_pin_fails_itself_and_nobody_else():
+    """Under the optimistic policy: the blocks it was expected not to need are pinned meanwhile."""
+    engine = pinned_engine()
+    for number in range(40):
+        long_request(engine, f"s{number}", prompt=1, most=2)
+    run(engine)
+    long_request(engine, "b", prompt=20, most=200)
+    long_request(engine, "a", prompt=128, most=4)
+    for _ in range(3):
+        engine.step()
+    engine.pin("a")
+    long_request(engine, "c", prompt=10, most=10)
+    done = run(engine)
+    assert {name: one.finish_reason for name, one in done.items() if name in "bc"} == {
+        "b": Finish.ERROR,
+        "c": Finish.LENGTH,
+    }
+    assert "'b' runs alone" in done["b"].error

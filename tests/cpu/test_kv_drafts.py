@@ -255,4 +255,4 @@ def test_places_and_entries_of_the_tests_agree():
     kv.cache.mover.device[slot][offset] = entry(request, 4)
     with pytest.raises(AssertionError):
         check_entries(kv, request, 6)
-    assert np.count_nonzero(kv.row("a")) <= 2
+    assert np.count_nonzero(kv.table[kv.row_index("a")]) <= 2

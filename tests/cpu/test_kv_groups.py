@@ -58,7 +58,7 @@ def test_a_window_gives_up_what_it_does_not_show(tokens):
         decode(kv, request, token)
         computed = len(request.token_ids)
         first = max(0, computed - tokens + 1) // 4
-        row = kv.row("a")
+        row = kv.table[kv.row_index("a")]
         assert kv.block_ids("a").size == -(-computed // 4) - first
         assert not row[:first].any()
         assert not row[-(-computed // 4) :].any()
@@ -73,7 +73,7 @@ def test_what_fell_out_of_the_window_stays_cached():
     other = ask("b", TEXT[:17], 8)
     grant = serve(kv, other)
     assert grant.cached_tokens == 16
-    assert kv.row("b")[:2].tolist() == [0, 0]
+    assert kv.table[kv.row_index("b")][:2].tolist() == [0, 0]
     check_entries(kv, other, 17)
 
 

@@ -83,7 +83,7 @@ def test_blocks_arrive_when_they_are_written():
     assert kv.block_ids("a").tolist() == [0]
     run(kv, step(("a", 4, 2)))
     assert kv.block_ids("a").tolist() == [0, 1]
-    assert kv.row("a").tolist() == [*kv.cache.slots[[0, 1]], 0, 0, 0]
+    assert kv.table[kv.row_index("a")].tolist() == [*kv.cache.slots[[0, 1]], 0, 0, 0]
     assert (kv.available(), kv.num_used) == (4, 2)
     assert kv.stats()["reserved"] == 2
 

@@ -532,7 +532,7 @@ class Books:
             assert marks.scheduled >= marks.computed >= marks.committed
             num_blocks = self.kv.block_ids(name).size
             assert num_blocks == self.held(life)
-            assert not self.kv.row(name)[num_blocks:].any()
+            assert not self.kv.table[self.kv.row_index(name)][num_blocks:].any()
 
     def check_contents(self):
         """4, 6, 7: every running sequence sees its own text, whoever computed it and wherever it lies by now."""

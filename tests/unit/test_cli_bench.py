@@ -135,9 +135,9 @@ class Soaked:
     broken = 0
 
     def __init__(
-        self, engine: Any, mix: Any, *, is_over: Any, has_sampler: bool, on_step: Any, is_stopped: Any
+        self, engine: Any, mix: Any, *, is_over: Any, has_sampler: bool, mishaps: Any, on_step: Any, is_stopped: Any
     ) -> None:
-        Soaked.last, self.is_stopped = self, is_stopped
+        Soaked.last, self.is_stopped, self.mishaps = self, is_stopped, mishaps
         self.engine, self.mix, self.is_over, self.has_sampler = engine, mix, is_over, has_sampler
         on_step(1)
 
@@ -221,9 +221,25 @@ def test_the_stub_takes_the_same_flags(tonnage: Program, stub: dict[str, Any], s
     assert tonnage("soak", "--stub", *flags.split()).code == 0
     assert stub == {
         "kv_tokens": 4000, "max_seq_len": 512, "max_batch_size": 16, "chunk_tokens": "none",
-        "admission": "reserve_all", "end_probability": 0.01,
+        "admission": "reserve_all", "end_probability": 0.01, "seed": 0, "prefix_caching": True, "checks_contents": True,
+        "host_kv_tokens": 16_000, "head_tokens": 1000, "load_steps": 4,
     }  # fmt: skip
     assert not soaked.last.has_sampler
+
+
+def test_faults_are_made_by_the_seed(tonnage: Program, stub: dict[str, Any], soaked: Any) -> None:
+    """The engine and the judge are told of the same ones."""
+    made = types.ModuleType("tonnage.engine.mishaps")
+    made.Mishaps = lambda *, probability, seed: (probability, seed)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, made.__name__, made)
+        assert tonnage("soak", "--stub", "--faults", "0.05", "--seed", "9").code == 0
+    assert stub["mishaps"] == soaked.last.mishaps == (0.05, 9)
+
+
+def test_the_stub_can_go_without_a_cache(tonnage: Program, stub: dict[str, Any], soaked: Any) -> None:
+    assert tonnage("soak", "--stub", "--no-prefix-caching", "--seed", "5").code == 0
+    assert stub == {"kv_tokens": 8192, "max_seq_len": 1024, "end_probability": 0.01, "seed": 5}
 
 
 #: command line -> what its paragraph must hold. "|" separates the pieces.
@@ -242,6 +258,10 @@ BAD = {
     "bench m --workload single --temperature -1": "--temperature = '-1': out of range",
     "bench m --workload single --output no/x.json": "there is no folder no",
     "soak": "does not know what to run|a model, or --stub",
+    "soak m --faults 0.01": "only the stub fails on purpose|add --stub",
+    "soak --stub --faults x": "--faults = 'x'|write 0 to 0.2",
+    "soak --stub --faults 0.5": "--faults = '0.5'|write 0 to 0.2",
+    "soak --stub --faults -1": "--faults = '-1'",
     "soak m --stub": "a model and --stub|leave --stub out",
     "soak m --requests 5 --minutes 1": "--requests and --minutes both say when to stop|keep one",
     "soak m --requests 0": "--requests = '0': zero",

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tonnage.bench import inside, rules, witness
 from tonnage.bench.mix import BAD_VALUES, Ask, Mix
@@ -317,15 +317,3 @@ def make_mix(engine: Engine, seed: int) -> Mix:
         max_batch_size=limits.max_batch_size,
         block_tokens=engine.plan.kv.layout.groups[0].block_tokens,
     )
-
-
-def settings_of(engine: Engine) -> dict[str, Any]:
-    """What the engine runs under, for the report."""
-    limits, knobs = engine.plan.limits, engine.plan.knobs
-    return {
-        "max_seq_len": limits.max_seq_len,
-        "max_batch_size": limits.max_batch_size,
-        "max_num_tokens": limits.max_num_tokens,
-        "kv_tokens": engine.progress().kv_total_tokens,
-        "admission": knobs.admission.value,
-    }

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 DEFAULT_REQUESTS = 2000
 #: The stub's pool where nothing was asked: small beside its batch, so that requests wait and are suspended.
 STUB_KV_TOKENS, STUB_MAX_SEQ_LEN, STUB_END_PROBABILITY = 8192, 1024, 0.01
+#: Its cache: a host tier of so many pools, one part in so many of a pool more at the head, and steps that a load takes.
+STUB_HOST_POOLS, STUB_HEAD_PARTS, STUB_LOAD_STEPS = 4, 4, 4
 #: The mix has short prompts and long ones.
 LEAST_SEQ_LEN = 32
+#: Above it hardly a step would end well.
+MOST_FAULTS = 0.2
 _STUB_KNOWS = ("--kv-tokens", "--block-tokens", "--admission")
 
 
@@ -35,6 +39,9 @@ def soak(
     requests: Annotated[opt.Text, opt.option("--requests", "N", "Stop asking after N (default 2000).")] = None,
     minutes: Annotated[opt.Text, opt.option("--minutes", "M", "Stop asking after M minutes.")] = None,
     seed: Annotated[opt.Text, opt.option("--seed", "N", "Of everything random (default 0).")] = None,
+    faults: Annotated[
+        opt.Text, opt.option("--faults", "P", "With --stub: so often a launch, a copy or an allocation fails.")
+    ] = None,
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
     serving: opt.ServingOptions,
@@ -56,6 +63,7 @@ def soak(
     settings = opt.engine_settings(model or "stub", memory, pool, serving)
     if stub:
         _refuse_money(settings)
+    probability = _probability(faults, is_stub=stub)
     length = settings["limit_knobs"].max_seq_len
     if length.is_set and length.or_else(0) < LEAST_SEQ_LEN:
         raise InvalidSetting(
@@ -63,7 +71,7 @@ def soak(
         )
     number = opt.read_count(seed, "--seed", 0, allow_zero=True)
     is_over, total = _end(requests, minutes)
-    report, stop = _soaked(settings, is_over, total, seed=number, is_stub=stub)
+    report, stop = _soaked(settings, is_over, total, seed=number, is_stub=stub, faults=probability)
 
     from tonnage.bench.report import show_soak, soak_document, text_of
     from tonnage.report.draw import console_for
@@ -94,6 +102,21 @@ def _end(requests: opt.Text, minutes: opt.Text) -> tuple[Callable[[int, float], 
     return lambda _, passed: passed >= seconds, None
 
 
+def _probability(text: opt.Text, *, is_stub: bool) -> float:
+    """Of a failure; 0: none. Raises ``InvalidSetting``, and ``UserError`` where nothing would come of it."""
+    if text is None:
+        return 0.0
+    if not is_stub:
+        raise UserError("--faults would change nothing: only the stub fails on purpose", remedy="add --stub")
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= MOST_FAULTS:
+        raise InvalidSetting("--faults", text, "no probability of that kind", remedy=f"write 0 to {MOST_FAULTS}")
+    return found
+
+
 def _refuse_money(settings: dict[str, Any]) -> None:
     """The stub has no memory to plan; flags about it would be passed over in silence."""
     asked = {setting.where: setting.is_set for _, setting in settings["knobs"].items()}
@@ -107,14 +130,21 @@ def _refuse_money(settings: dict[str, Any]) -> None:
 
 
 def _soaked(
-    settings: dict[str, Any], is_over: Callable[[int, float], bool], total: int | None, *, seed: int, is_stub: bool
+    settings: dict[str, Any],
+    is_over: Callable[[int, float], bool],
+    total: int | None,
+    *,
+    seed: int,
+    is_stub: bool,
+    faults: float,
 ) -> tuple[SoakReport, Stop]:
     from tonnage.bench.soak import Soak, make_mix
     from tonnage.cli.display import make_display
 
     with closing(make_display(sys.stderr)) as display:
         display.stage("import")
-        with closing(_engine(settings, display, is_stub=is_stub)) as engine:
+        engine, mishaps = _stub(settings, seed, faults) if is_stub else (_engine(settings, display), None)
+        with closing(engine):
             display.begin(total)
             with noted_interrupts() as stop:
                 report = Soak(
@@ -122,27 +152,48 @@ def _soaked(
                     make_mix(engine, seed),
                     is_over=is_over,
                     has_sampler=not is_stub,
+                    mishaps=mishaps,
                     on_step=lambda done: display.step(engine.progress(), done=done),
                     is_stopped=lambda: bool(stop),
                 ).run()
             return report, stop
 
 
-def _engine(settings: dict[str, Any], display: Display, *, is_stub: bool) -> Any:
-    if not is_stub:
-        start, options = engine_room("soak")
-        return start(options(**settings), on_stage=display.stage)
+def _engine(settings: dict[str, Any], display: Display) -> Any:
+    start, options = engine_room("soak")
+    return start(options(**settings), on_stage=display.stage)
+
+
+def _stub(settings: dict[str, Any], seed: int, faults: float) -> tuple[Any, Any]:
+    """A stub that checks what every cached block holds, with a host tier and a lent head; and what fails in it."""
+    stub_engine, mishaps = stub_room("soak"), None
+    if faults:
+        from tonnage.engine.mishaps import Mishaps
+
+        mishaps = Mishaps(probability=faults, seed=seed)
     knobs, limits = settings["knobs"], settings["limit_knobs"]
+    kv_tokens = knobs.kv_tokens.or_else(STUB_KV_TOKENS)
     sizes = {
         "block_tokens": knobs.block_tokens.value,
         "admission": knobs.admission.value,
         "max_batch_size": limits.max_batch_size.value,
         "max_num_tokens": limits.max_num_tokens.value,
         "chunk_tokens": settings.get("chunk_tokens"),
+        "mishaps": mishaps,
     }
-    return stub_room("soak")(
-        kv_tokens=knobs.kv_tokens.or_else(STUB_KV_TOKENS),
+    if limits.prefix_caching.or_else(True):
+        sizes |= {
+            "prefix_caching": True,
+            "checks_contents": True,
+            "host_kv_tokens": STUB_HOST_POOLS * kv_tokens,
+            "head_tokens": kv_tokens // STUB_HEAD_PARTS,
+            "load_steps": STUB_LOAD_STEPS,
+        }
+    engine = stub_engine(
+        kv_tokens=kv_tokens,
         max_seq_len=limits.max_seq_len.or_else(STUB_MAX_SEQ_LEN),
         end_probability=STUB_END_PROBABILITY,
+        seed=seed,
         **{name: value for name, value in sizes.items() if value is not None},
     )
+    return engine, mishaps

@@ -48,11 +48,13 @@ class Sample:
 class Output:
     """What came of one prompt: ``params.n`` samples, in the order of their seeds.
 
-    ``prompt_logprobs``: of every prompt token but the first, if asked for.
+    ``prompt_logprobs``: of every prompt token but the first, if asked for. ``num_cached_tokens``: of the prompt, those
+    that the first sample found in the KV cache.
     """
 
     request_id: str
     num_prompt_tokens: int
+    num_cached_tokens: int
     prompt_logprobs: Sequence[TokenLogprobs]
     samples: tuple[Sample, ...]
 
@@ -179,6 +181,7 @@ class _Pending:
         return Output(
             request_id=self.id,
             num_prompt_tokens=first.num_prompt_tokens,
+            num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=first.prompt_logprobs,
             samples=tuple(_sample(completion) for completion in completions),
         )

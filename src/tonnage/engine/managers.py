@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tonnage.buffers import BufferManager
@@ -20,7 +22,8 @@ from tonnage.resources.transfers import TransferBudget
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStore:
     """The slabs that a KV manager hands out: ``num_slots`` of them, the first ``head_slots`` kept for scratch and lent
-    meanwhile, and who moves them. Without a ``mover`` there are no bytes, or none that are worth keeping."""
+    meanwhile, and who moves them. Without a ``mover`` there are no bytes, or none that are worth keeping. ``clock``
+    tells seconds, for retention."""
 
     layout: KVLayout
     num_slots: int
@@ -28,6 +31,7 @@ class BlockStore:
     num_host_slots: int = 0
     mover: Mover | None = None
     budget: TransferBudget | None = None
+    clock: Callable[[], float] = time.monotonic
 
     @property
     def block_tokens(self) -> int:
@@ -42,6 +46,7 @@ class BlockStore:
             mover=self.mover,
             budget=self.budget,
             reuse=reuse,
+            clock=self.clock,
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tonnage.config import Limits
 from tonnage.engine.options import Chunking
 from tonnage.engine.request import Request
-from tonnage.errors import RequestRefused
+from tonnage.errors import RequestRefused, ResourceError
+from tonnage.resources.base import Deferral
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.sampling import SamplingParams
 
@@ -119,3 +120,11 @@ def _unknown_ids(params: SamplingParams, vocab_size: int) -> str:
         if any(token >= vocab_size for token in ids):
             return name
     return ""
+
+
+def held_back(request: Request, short: Deferral) -> ResourceError:
+    """Who runs alone waits for nobody but the caller, and would for ever."""
+    return ResourceError(
+        f"request {request.id!r} runs alone and needs {short.need} more of {short.manager!r}, which has {short.have}: "
+        f"{short.held_back} cannot be taken back. To change: close pins, or start with more memory"
+    )

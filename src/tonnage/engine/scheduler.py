@@ -25,6 +25,7 @@ from tonnage.engine.batch import Batch
 from tonnage.engine.events import EventKind
 from tonnage.engine.options import Chunking
 from tonnage.engine.queue import MAX_OVERTAKEN, Turn, WaitingQueue
+from tonnage.engine.refusals import held_back
 from tonnage.engine.request import Request
 from tonnage.errors import ResourceError
 from tonnage.resources.admission import Admission
@@ -291,14 +292,26 @@ class Scheduler:
         """Suspend until what is left of the step finds its blocks."""
         while rows.slots.size:
             ends = self.batch.computed[rows.slots] + rows.counts
-            if self._dispatcher.short_of(self.batch.ids(rows.slots), ends) is None:
+            short = self._dispatcher.short_of(self.batch.ids(rows.slots), ends)
+            if short is None:
                 break
             victim = next(self._victims(), None)
-            assert victim is not None, "one sequence alone always fits: others were refused when they arrived"
+            if victim is None:
+                return self._alone_and_short(rows, short)
             slot = victim.slot
             self.suspend(victim.id)
             rows = rows.without(slot)
         return rows
+
+    def _alone_and_short(self, rows: _Picked, short: Deferral) -> _Picked:
+        """One sequence alone always fits, but for what nobody here can take back: pins are the caller's to close, and
+        it would wait for ever. Anything else comes back by itself, transfers that are under way."""
+        oldest = self._oldest()
+        assert oldest is not None
+        if short.held_back:
+            self.admitting = oldest
+            raise held_back(oldest, short)
+        return rows.without(oldest.slot)
 
     def _victims(self) -> Iterator[Request]:
         """The lowest priority first, of equal ones the youngest; the oldest of all is spared."""
@@ -331,6 +344,8 @@ class Scheduler:
         answer = self._dispatcher.admit(request, claim)
         txn.undo(claim.rollback)
         if isinstance(answer, Deferral):
+            if answer.held_back and not self._running:
+                raise held_back(request, answer)
             self._note_deferral(answer)
             return None
         grants = answer.values()

@@ -9,7 +9,7 @@ fail (``mishaps``).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -36,7 +36,6 @@ from tonnage.hardware import host_card
 from tonnage.ledger import Ledger
 from tonnage.planner import plan_without_device
 from tonnage.report import RunResult
-from tonnage.resources.cache import BlockCache
 from tonnage.resources.transfers import TransferBudget
 from tonnage.step import Ints
 from tonnage.terms import MemoryPlan
@@ -111,25 +110,6 @@ class _Blocks:
     checks_contents: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StubStore(BlockStore):
-    """Whose cache has a clock of its own."""
-
-    clock: Callable[[], float]
-
-    def cache(self, *, reuse: bool) -> BlockCache:
-        return BlockCache(
-            self.layout.groups,
-            num_slots=self.num_slots,
-            head_slots=self.head_slots,
-            num_host_slots=self.num_host_slots,
-            mover=self.mover,
-            budget=self.budget,
-            reuse=reuse,
-            clock=self.clock,
-        )
-
-
 class _Clock:
     """Seconds that go by in steps."""
 
@@ -181,7 +161,7 @@ class _StubRuntime:
         budget = blocks.link and TransferBudget(
             slab_bytes=slab_bytes, bytes_per_second=blocks.link * slab_bytes, slice_s=1.0
         )
-        store = _StubStore(
+        store = BlockStore(
             layout=plan.kv.layout,
             num_slots=num_slots,
             head_slots=blocks.head,

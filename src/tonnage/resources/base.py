@@ -30,12 +30,14 @@ class Deferral:
 
     ``waits_for``: units would do; the running request of that id computes what this one begins with, so that a step
     later it is there.
+    held_back   what keeps units for as long as somebody outside likes, in words; empty: time frees them
     """
 
     manager: str
     need: int
     have: int
     waits_for: str | None = None
+    held_back: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,9 @@ class ResourceManager(Protocol):
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:
         """Units missing for a step that computes each of these admitted requests up to ``ends``; 0: it can be
         prepared. Takes nothing. A policy that reserves whole lives is never short."""
+
+    def held_back(self) -> str:
+        """What keeps units until somebody outside gives them back, in words; empty: nothing does."""
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Make ready what the step will write; may raise ``Veto``; registers its undo in ``txn``."""

@@ -77,7 +77,8 @@ class Dispatcher:
         """
         for manager in self.managers:
             if missing := manager.short_of(request_ids, ends):
-                return Deferral(manager=manager.name, need=missing, have=manager.available())
+                have, held_back = manager.available(), manager.held_back()
+                return Deferral(manager=manager.name, need=missing, have=have, held_back=held_back)
         return None
 
     @contextmanager

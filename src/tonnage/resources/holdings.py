@@ -217,6 +217,12 @@ class Holdings:
         self.pins.add(pin)
         return pin
 
+    def pins_told(self) -> str:
+        if not self.pins:
+            return ""
+        blocks = {block for pin in self.pins for block in pin.ids}
+        return f"{len(self.pins)} open pin{'s' * (len(self.pins) > 1)} with {len(blocks)} blocks"
+
     def _unpin(self, pin: PinHandle, ids: Ids) -> None:
         self.pins.discard(pin)
         self.cache.release(ids)

@@ -170,13 +170,10 @@ class KVManager:
         return self.tables[self._groups[0]]
 
     def row_index(self, request_id: str) -> int:
+        """Its row in every table; entries without a block are 0 there."""
         if request_id not in self._row_of:
             raise ResourceError(f"request {request_id!r} holds no KV blocks")
         return self._row_of[request_id]
-
-    def row(self, request_id: str) -> Ids:
-        """The sequence's slots in the first group, a view; entries without a block are 0."""
-        return self.table[self.row_index(request_id)]
 
     def block_ids(self, request_id: str, *, group: int = 0) -> Ids:
         """Ids of the blocks of the sequence in token order, those out of the window left out; a copy."""
@@ -201,8 +198,8 @@ class KVManager:
             # The block it would be copied from must stay until it is; without it the request may fit.
             match = self.cache.without_partial(match)
             need = self._need(text, match)
-        answer = Deferral(manager=self.name, need=need, have=have) if need > have else self._slot(request, txn)
-        if answer is not None:
+        short = Deferral(manager=self.name, need=need, have=have, held_back=self.held_back()) if need > have else None
+        if (answer := short or self._slot(request, txn)) is not None:
             self._prefixes.remember(text)
             return answer
         self._enter(text, match, txn)
@@ -245,6 +242,10 @@ class KVManager:
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:
         grown = self._needs.blocks(ends) - self._live.held[self._rows(request_ids)]
         return max(0, self._num_blocks(np.maximum(grown, 0)) - self.cache.num_available)
+
+    def held_back(self) -> str:
+        """Open pins, and how many blocks they hold."""
+        return self._holdings.pins_told()
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Blocks for every token the step writes. Raises before it changes anything: ``Veto`` if they are not there."""

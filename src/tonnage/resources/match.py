@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tonnage.layout import KVGroup, KVGroupKind, window_blocks
-from tonnage.resources.blocks import NONE, Blocks, Level, as_ids
+from tonnage.resources.blocks import NONE, Level, as_ids
 from tonnage.resources.chain import Chain
 from tonnage.resources.mover import Ids
 from tonnage.resources.room import Room
@@ -54,11 +54,6 @@ class Match:
         for row in self.blocks if self.partial is None else [*self.blocks, self.partial.sources]:
             found += row if NONE not in row else [block for block in row if block != NONE]
         return as_ids(found)
-
-    def num_active(self, blocks: Blocks) -> int:
-        """Full blocks that somebody holds already: the sequence shares them for nothing."""
-        ids = as_ids([block for row in self.blocks for block in row if block != NONE])
-        return int(np.count_nonzero(blocks.refs[ids]))
 
 
 class Matcher:

@@ -112,6 +112,9 @@ class PenaltyTables:
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:  # noqa: ARG002 - a row is for life
         return 0
 
+    def held_back(self) -> str:
+        return ""
+
     def prepare(self, plan: StepPlan, txn: Txn) -> None:  # noqa: ARG002 - nothing changes before tokens are drawn
         self._check_open()
 

@@ -73,6 +73,9 @@ class SlotManager:
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:  # noqa: ARG002 - a slot is all a sequence needs
         return 0
 
+    def held_back(self) -> str:
+        return ""
+
     def prepare(self, plan: StepPlan, txn: Txn) -> None:  # noqa: ARG002 - nothing changes from step to step
         if self._closed:
             raise ResourceError("the sequence slots are closed")

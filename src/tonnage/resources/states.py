@@ -217,6 +217,9 @@ class StateManager:
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:  # noqa: ARG002 - a seat is all it takes
         return 0
 
+    def held_back(self) -> str:
+        return ""
+
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Fix where each row reads and writes. Raises ``ResourceError`` before it changes anything: for a row that does
         not go on where its state stands, and for drafts, since the state after each of them would have to be kept
