@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from cache_bench import Carrier
 from tonnage.caching import CacheParams
 from tonnage.layout import KVGroup, KVGroupKind
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.kv import KVManager
-from tonnage.resources.mover import CountingMover
 from tonnage.sampling import SamplingParams
 from tonnage.step import StepItem, StepPlan, Txn
 
@@ -58,35 +58,13 @@ def ask(name, tokens, new=8, *, adapter_id=None, prompt_logprobs=None, **cache):
     )
 
 
-class Slabs(CountingMover):
-    """Contents of device and host slots, one list of entries a slot; ``fails`` raises at the next call."""
+class Slabs(Carrier):
+    """Contents of device and host slots, one list of entries a slot."""
 
     def __init__(self, num_slots, num_host_slots=0, *, block_tokens=4, hold_loads=False):
-        super().__init__(64, num_slots=num_slots, num_host_slots=num_host_slots, hold_loads=hold_loads)
+        super().__init__(num_slots, num_host_slots, hold_loads=hold_loads)
         self.device = [[None] * block_tokens for _ in range(num_slots)]
         self.host = [[None] * block_tokens for _ in range(num_host_slots)]
-        self.fails = None
-
-    def _carry(self, source, src, target, dst):
-        if self.fails is not None:
-            error, self.fails = self.fails, None
-            raise error
-        read = [list(source[slot]) for slot in src.tolist()]
-        for slot, entries in zip(dst.tolist(), read, strict=True):
-            target[slot] = entries
-
-    def move(self, src, dst):
-        super().move(src, dst)
-        self._carry(self.device, src, self.device, dst)
-
-    def offload(self, slots, host_slots):
-        super().offload(slots, host_slots)
-        self._carry(self.device, slots, self.host, host_slots)
-
-    def load(self, host_slots, slots):
-        load = super().load(host_slots, slots)
-        self._carry(self.host, host_slots, self.device, slots)
-        return load
 
 
 def manager(num_slots=8, *, block_tokens=4, max_seq_len=20, groups=None, head=0, host=0, reuse=True, clock=None, **kw):

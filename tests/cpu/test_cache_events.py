@@ -1,6 +1,6 @@
 """What the cache tells of itself: who listens from the start knows at any time what lies where.
 
-Driven by the bench of ``test_block_cache``, so by everything that can happen to a block: evicted, offloaded, loaded,
+Driven by ``cache_bench``, so by everything that can happen to a block: evicted, offloaded, loaded,
 moved into the head and out, found again while it is computed anew.
 """
 
@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_block_cache import ACTS, B, Bench, act, fill
+from test_block_cache import fill
 
+from cache_bench import ACTS, INJECTED, B, Bench, act
 from tonnage.errors import DriverError
 from tonnage.resources.blocks import Level
 from tonnage.resources.chain import scope_digest
@@ -83,12 +84,12 @@ def test_a_copy_that_fails_is_told_as_it_ended(acts, fail_at):
     bench, listener = Bench(), Listener()
     bench.cache.events.subscribe(listener)
     for number, one in enumerate(acts):
-        bench.mover.fails = number == fail_at
+        bench.mover.fails = INJECTED if number == fail_at else None
         try:
             act(bench, one)
         except DriverError:
             break
-        bench.mover.fails = False
+        bench.mover.fails = None
     bench.cache.events.flush()
     assert listener.there == lying(bench.cache)
 
