@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import subprocess
@@ -578,3 +579,16 @@ def test_sizes_beyond_all_addresses_are_out_of_memory(size: int) -> None:
     with pytest.raises(DriverOOM, match=f"{size + PAGE:,} bytes are more than there can be addresses"):
         driver.va_reserve(size, align=PAGE)
     assert driver.close() == ()
+
+
+def test_a_driver_that_is_dropped_keeps_no_file_open():
+    """A process has a thousand or so; whoever makes many drivers and closes none must not run out of them."""
+
+    def num_open():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = num_open()
+    for _ in range(20):
+        HostDriver(PAGE, page_bytes=PAGE)
+    assert num_open() == before

@@ -77,6 +77,8 @@ class HostPages:
         self._used_bytes = self._num_multicasts = 0
         self._next_handle = page_bytes  # not 0, which would read as "no handle"
         self._fd = os.memfd_create(f"tonnage-host-{ordinal}", os.MFD_CLOEXEC)
+        # A driver that is dropped without ``close`` keeps no descriptor: a process has a thousand or so.
+        self._close_file = weakref.finalize(self, os.close, self._fd)
         _alive.add(self)
 
     @property
@@ -257,7 +259,7 @@ class HostPages:
             handle.memory.drop()
         self._handles.clear()
         self._used_bytes = 0
-        os.close(self._fd)
+        self._close_file()
 
     def _leaked_pages(self) -> list[str]:
         handles = [

@@ -18,7 +18,6 @@ import numpy as np
 from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
-from tonnage.device.driver import Driver
 from tonnage.device.host import HostDriver
 from tonnage.engine.batch import Batch
 from tonnage.engine.core import Engine
@@ -134,6 +133,7 @@ class _StubRuntime:
     ledger: Ledger
     end_probability: float
     seed: int
+    driver: HostDriver
     shadow: Shadow | None = None
     mover: ShadowMover | None = None
     mishaps: Mishaps | None = None
@@ -152,7 +152,7 @@ class _StubRuntime:
         seed: int,
     ) -> _StubRuntime:
         ledger, clock = Ledger(0, _DEVICE_BYTES), _Clock()
-        driver: Driver = HostDriver(_DEVICE_BYTES)
+        driver = HostDriver(_DEVICE_BYTES)
         buffers = BufferManager(
             Stream(Device(driver if mishaps is None else mishaps.driver(driver))), ledger=ledger, owner="penalties"
         )
@@ -182,6 +182,7 @@ class _StubRuntime:
             ),
             chunking=chunking,
             ledger=ledger,
+            driver=driver,
             end_probability=end_probability,
             seed=seed,
             shadow=shadow,
@@ -247,6 +248,7 @@ class _StubRuntime:
 
     def close(self) -> None:
         self.managers.dispatcher.close()
+        self.driver.close()
 
 
 def _shadow(
