@@ -439,6 +439,45 @@ def test_a_step_of_many_decodes_touches_only_rows_that_begin_or_end_a_block(monk
     assert calls == ["allocate"]
 
 
+@pytest.mark.parametrize("how", ["runs", "pinned", "ended"])
+def test_what_is_generated_is_found_from_four_blocks_on_or_when_its_sequence_is_pinned_or_ends(how):
+    kv = manager(40, max_batch_size=2, max_seq_len=80)
+    first = ask("a", list(range(10)), 60)
+    kv.admit(first, Txn())
+
+    def found():
+        """Of a text that begins as all of the first goes so far; it takes nothing."""
+        txn = Txn()
+        grant = kv.admit(ask("b", [*first.token_ids, 99], 1), txn)
+        txn.rollback()
+        return grant.cached_tokens // kv.block_tokens
+
+    run(kv, step(("a", 0, 10)))
+    assert found() == 2  # the prompt's whole blocks, at once
+    seen = []
+    for position in range(10, 45):
+        first.token_ids.append(position)
+        run(kv, step(("a", position, 1)))
+        seen.append(found())
+    assert seen == [2] * 5 + [4] * 16 + [8] * 14
+    kv.pin("a") if how == "pinned" else kv.free("a") if how == "ended" else None
+    assert found() == (8 if how == "runs" else 11)
+
+
+def test_a_window_is_stored_block_by_block_before_it_moves_on():
+    kv = manager(40, max_batch_size=2, max_seq_len=80, groups=[group(), window(8)])
+    first = ask("a", list(range(10)), 60)
+    kv.admit(first, Txn())
+    run(kv, step(("a", 0, 10)))
+    for position in range(10, 30):
+        first.token_ids.append(position)
+        run(kv, step(("a", position, 1)))
+        txn = Txn()
+        grant = kv.admit(ask("b", [*first.token_ids, 99], 1), txn)
+        txn.rollback()
+        assert grant.cached_tokens // kv.block_tokens == (position + 1) // kv.block_tokens
+
+
 def test_reset_forgets_everything():
     kv = manager()
     serve(kv, request("a", 8, 2))

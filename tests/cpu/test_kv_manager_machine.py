@@ -57,10 +57,16 @@ class Life:
     """What the model knows of a live request: how far it is scheduled and computed, and the least still to come.
 
     num_returned  tokens it had generated when it was admitted; first: the cached tokens it began with
+    num_known, row  tokens it had then, and its row
+    stored, due     blocks of it that can be found, and the number of computed ones with which the next can
     """
 
     request: object
     num_returned: int
+    num_known: int = 0
+    row: int = 0
+    stored: int = 0
+    due: int = 0
     first: int = 0
     scheduled: int = 0
     computed: int = 0
@@ -168,17 +174,29 @@ class Books:
         return best
 
     def committed(self):
-        """Whole blocks of running sequences: they cannot be evicted."""
+        """Stored blocks of running sequences: they cannot be evicted."""
         size = self.kv.block_tokens
         return {
             (scope(life.request), tuple(life.request.token_ids[: end * size]))
             for life in self.live.values()
-            for end in range(1, life.computed // size + 1)
+            for end in range(1, life.stored + 1)
         }
+
+    def set_due(self, life):
+        """What was known is stored block by block; what is generated when the blocks and the row, as numbers, add up
+        to a multiple of four."""
+        due = life.stored + 1
+        while due > life.num_known // self.kv.block_tokens and (due + life.row) % 4:
+            due += 1
+        life.due = due
 
     def note_stored(self, life, *, at_end):
         size, tokens = self.kv.block_tokens, life.request.token_ids
-        ends = [end * size for end in range(1, life.computed // size + 1)]
+        if not at_end and life.computed // size >= life.due:
+            life.stored = life.computed // size
+            self.set_due(life)
+        num_stored = life.computed // size if at_end else life.stored
+        ends = [end * size for end in range(1, num_stored + 1)]
         if at_end and life.computed % size and self.held(life) > life.computed // size:
             ends.append(life.computed)
         self.stored |= {(scope(life.request), tuple(tokens[:end])) for end in ends}
@@ -250,6 +268,9 @@ class Books:
         grant = answer["kv"]
         assert not no_slot
         life.first = life.scheduled = life.computed = grant.cached_tokens
+        life.num_known, life.row = len(request.token_ids), self.kv.row_index(request.id)
+        life.stored = grant.cached_tokens // self.kv.block_tokens
+        self.set_due(life)
         # What it takes is what it makes held and what it is still expected to take (20).
         assert grant.units == need - self.held(life) + self.cache.num_live - live <= have
         self.what_is_found_is_what_is_there(grant.cached_tokens, least, most, request)
@@ -430,6 +451,10 @@ class Books:
         if not self.live or len(self.pins) > 1:
             return
         name = data.draw(st.sampled_from(sorted(self.live)))
+        self.kv.pin(name).close()  # the first time, what is computed is stored
+        life = self.live[name]
+        life.stored = max(life.stored, life.computed // self.kv.block_tokens)
+        self.note_stored(life, at_end=False)
         before = self.snapshot()
         self.kv.pin(name).close()
         assert self.snapshot() == before

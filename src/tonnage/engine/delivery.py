@@ -22,14 +22,21 @@ def take(outcome: Outcome, running: Mapping[str, Request]) -> tuple[list[Request
             request.finish, request.error = Finish.ERROR, "the model's logits are not finite numbers"
             ended.append(request)
             continue
-        request.append(token, logprob)
-        if request.params.logprobs:
-            request.alternatives.append(TokenLogprobs(token, logprob, outcome.top.get(row, ())))
-        if request.stream is not None:
-            deltas += _streamed(request, TokenLogprobs(token, logprob, outcome.top.get(row, ())))
-        if request.finish is not None:
+        is_last = request.append(token, logprob)
+        if request.wants_more:
+            deltas += _more(request, TokenLogprobs(token, logprob, outcome.top.get(row, ())))
+            is_last = request.finish is not None
+        if is_last:
             ended.append(request)
     return ended, deltas
+
+
+def _more(request: Request, token: TokenLogprobs) -> Iterator[tuple[Request, Delta]]:
+    """What a request asked for besides its tokens."""
+    if request.params.logprobs:
+        request.alternatives.append(token)
+    if request.stream is not None:
+        yield from _streamed(request, token)
 
 
 def _streamed(request: Request, token: TokenLogprobs) -> Iterator[tuple[Request, Delta]]:

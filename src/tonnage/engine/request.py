@@ -101,7 +101,9 @@ class Request:
     waited: bool = False  # at least one step went by without memory for it
     deferrals_before: int = 0  # how often the queue had stood still when it was submitted
     arrived_ns: int = field(default_factory=time.monotonic_ns)
-    max_total_tokens: int = field(init=False)  # a field and not a property: it is read at every token
+    # Fields and not properties: they are read at every token.
+    max_total_tokens: int = field(init=False)
+    wants_more: bool = field(init=False)  # than tokens: their text as it grows, or alternatives
 
     @classmethod
     def of(
@@ -132,6 +134,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
+        self.wants_more = self.stream is not None or bool(self.params.logprobs)
 
     @property
     def priority(self) -> int:
@@ -145,15 +148,19 @@ class Request:
     def generated_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token and decide by it whether the request is done; stop strings are looked for elsewhere."""
-        self.token_ids.append(token)
+    def append(self, token: int, logprob: float) -> bool:
+        """Take a sampled token and tell by it whether the request is done; stop strings are looked for elsewhere."""
+        token_ids = self.token_ids
+        token_ids.append(token)
         self.logprobs.append(logprob)
         if token in self.stop_ids:
             self.finish = Finish.STOP
             self.stop_reason = token if token in self.params.stop_token_ids else None
-        elif len(self.token_ids) >= self.max_total_tokens:
+        elif len(token_ids) >= self.max_total_tokens:
             self.finish = Finish.LENGTH
+        else:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,20 +93,28 @@ class Chain:
                 yield before, packed
 
     def _extend(self, num_blocks: int) -> None:
-        if num_blocks == len(self._digests) + 1:  # as a text grows; without the machinery for many at once
-            self._pack(num_blocks)
-            before = self._digests[-1] if self._digests else self.scope
-            self._digests.append(hashlib.sha256(before + self._packed[num_blocks - 1]).digest())
+        index = len(self._digests)
+        if num_blocks == index + 1 and index == len(self._packed):  # as a text grows; without the machinery for many
+            packed = self.leading(index, self.block_tokens)
+            if len(packed) != 4 * self.block_tokens:
+                raise self._not_full(index)
+            before = self._digests[-1] if index else self.scope
+            self._packed.append(packed)
+            self._digests.append(hashlib.sha256(before + packed).digest())
             return
         for _ in self._more(num_blocks):
             """Each is kept as it is made."""
+
+    def _not_full(self, index: int) -> ResourceError:
+        told = f"block {index} of {self.block_tokens} tokens is not full: there are {len(self.tokens)}"
+        return ResourceError(told)
 
     def _pack(self, num_blocks: int) -> None:
         size, first = self.block_tokens, len(self._packed)
         if num_blocks <= first:
             return
         if num_blocks * size > len(self.tokens):
-            raise ResourceError(f"block {num_blocks - 1} of {size} tokens is not full: there are {len(self.tokens)}")
+            raise self._not_full(num_blocks - 1)
         raw, width = _pack(self.tokens[first * size : num_blocks * size]), 4 * size
         self._packed += [raw[at : at + width] for at in range(0, len(raw), width)]
 

@@ -16,6 +16,9 @@ from tonnage.resources.sequences import NEVER, ROOT, Sequences, Start
 from tonnage.resources.tables import PageTables, entries
 from tonnage.step import Ints
 
+#: Generated tokens go into the tree so many blocks at a time.
+RUN_BLOCKS = 4
+
 
 class Holdings:
     """The blocks that ``live`` sequences hold in each of the ``groups`` of the cache.
@@ -36,6 +39,7 @@ class Holdings:
         width: int,
     ) -> None:
         self.cache, self._prefixes, self._groups, self._block_tokens = cache, prefixes, tuple(groups), block_tokens
+        self._run_blocks = 1 if any(group.window for group in cache.groups) else RUN_BLOCKS
         self.tables = PageTables(cache, groups, num_rows=num_rows, width=width)
         self.live = Sequences(num_rows, len(self._groups))
         self.texts: dict[int, Text] = {}
@@ -61,6 +65,7 @@ class Holdings:
     def enter(self, row: int, text: Text, match: Match, *, lifetime: int) -> None:
         """The match is claimed: what it holds is the row's now."""
         self.live.enter(row, text.request, lifetime=lifetime, start=self.start(text, match))
+        self._set_due(row)
         self.texts[row] = text
         self.tables.set(row, 0, [match.blocks[group] for group in self._groups])
         if match.partial is not None:
@@ -124,57 +129,51 @@ class Holdings:
 
     # What becomes of computed blocks.
 
-    def store_crossed(self, rows: Ints) -> None:
-        """Of rows that were computed further: those past a border store what is whole by now."""
-        ends, stored = self.live.computed[rows] // self._block_tokens, self.live.stored[rows]
-        past = ends > stored
-        if not past.any():
-            return
-        by_one = past & (ends == stored + 1)
-        self._store_next(rows[by_one])
-        for row in rows[past & ~by_one].tolist():
-            self.store(row)
-
-    def _store_next(self, rows: Ints) -> None:
-        """The next block of each row, as sequences store that decode: what lies in arrays is read and written at once.
-
-        An exception leaves the rows before it stored, as it does in ``store``.
-        """
-        indices, parents = self.live.stored[rows].tolist(), self.live.parent[rows].tolist()
-        columns = self.tables.columns(rows, indices)
-        for row, index, parent, mine in zip(rows.tolist(), indices, parents, columns, strict=True):
-            text = self.texts[row]
-            # Stand-ins compute more than they know.
-            if not text.stores or (index + 1) * self._block_tokens > len(text.tokens):
-                continue
-            node, kept = self.cache.store(text.chain, index, self._block_tokens, parent, mine, text.retention)
-            if kept != mine:
-                self.tables.set(row, index, [[block] for block in kept])
-            self.live.parent[row], self.live.stored[row] = node, index + 1
-            self._prefixes.keep(text, index)
+    def store_due(self, rows: Ints) -> None:
+        """Of rows that were computed further: those that have blocks enough by now store them."""
+        is_due = self.live.computed[rows] // self._block_tokens >= self.live.due[rows]
+        if is_due.any():
+            due = rows[is_due]
+            for row in due.tolist():
+                self.store(row)
+            self._set_due(due)
 
     def store(self, row: int, *, with_partial: bool = False) -> None:
-        """Its computed blocks into the tree; where another has stored the same, it goes on with that one."""
+        """Its computed blocks into the tree; where another has stored the same, it goes on with that one.
+
+        An exception leaves the blocks before it stored.
+        """
         text, first = self.texts[row], int(self.live.stored[row])
         if not text.stores:
             return
         # Stand-ins compute more than they know.
         num_tokens = min(int(self.live.computed[row]), len(text.tokens))
         last, rest = divmod(num_tokens, self._block_tokens)
-        for index in range(first, last):
-            self.live.parent[row] = self._store_block(row, text, index, self._block_tokens)
+        for index, mine in enumerate(self.tables.columns(row, first, last), first):
+            self.live.parent[row] = self._store_block(row, text, index, self._block_tokens, mine)
             self.live.stored[row] = index + 1
             self._prefixes.keep(text, index)
         # Without a block of its own, what it begins with is not copied yet.
         if with_partial and rest and self.live.held[row] > last:
-            self._store_block(row, text, last, rest)
+            self._store_block(row, text, last, rest, self._column(row, last))
 
-    def _store_block(self, row: int, text: Text, index: int, num_tokens: int) -> int:
-        mine, parent = self.tables.column(row, index), int(self.live.parent[row])
+    def _store_block(self, row: int, text: Text, index: int, num_tokens: int, mine: list[int]) -> int:
+        parent = int(self.live.parent[row])
         node, kept = self.cache.store(text.chain, index, num_tokens, parent, mine, text.retention)
         if kept != mine:
             self.tables.set(row, index, [[block] for block in kept])
         return node
+
+    def _set_due(self, rows: Ints | int) -> None:
+        """Known tokens are stored block by block, since neighbours wait for them. Those that are generated follow
+        several blocks at once, at half the cost of each, and not those of all rows in one step; hardly anybody asks
+        for them before their sequence has ended. A window may have left them by then: with one none waits."""
+        stored = self.live.stored[rows]
+        later = (stored + rows) // self._run_blocks * self._run_blocks + self._run_blocks - rows
+        self.live.due[rows] = np.where(stored < self.live.known[rows] // self._block_tokens, stored + 1, later)
+
+    def _column(self, row: int, index: int) -> list[int]:
+        return self.tables.columns(row, index, index + 1)[0]
 
     def unstore(self, rows: Ints, starts: Ints) -> None:
         """A step is taken back: what it stored stays in the tree, as nobody's."""
@@ -185,6 +184,7 @@ class Holdings:
             for _ in range(stored - num_blocks):
                 self.live.parent[row] = self.cache.tree.parent(int(self.live.parent[row]))
             self.live.stored[row] = num_blocks
+            self._set_due(row)
 
     # Partial reuse.
 
@@ -194,7 +194,7 @@ class Holdings:
             source = self._partials[row]
             self.cache.hold(_sources(source))
             try:
-                self.cache.copy_partial(source, self.tables.column(row, int(self.live.matched[row])))
+                self.cache.copy_partial(source, self._column(row, int(self.live.matched[row])))
             except BaseException:
                 self.cache.release(_sources(source))
                 raise

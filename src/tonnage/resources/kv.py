@@ -292,7 +292,7 @@ class KVManager:
             ends = ends - rejected
         del self._in_flight[plan]
         self._live.computed[rows] = ends
-        self._holdings.store_crossed(rows)
+        self._holdings.store_due(rows)
         for group, window in self._needs.windows:
             self._holdings.cut_window(group, window, rows)
 
@@ -315,6 +315,7 @@ class KVManager:
     def pin(self, request_id: str) -> PinHandle:
         """Pin the whole blocks that are computed; the sequence runs on."""
         row = self.row_index(request_id)
+        self._holdings.store(row)
         return self._holdings.pin(row, int(self._live.computed[row]) // self.block_tokens)
 
     def reset(self) -> None:

@@ -55,15 +55,16 @@ class Sequences:
     lifetime, held        positions of its whole life, and the end of those it has blocks for
     scheduled, computed   watermarks, in tokens
     matched, stored       blocks found in the tree when it was admitted, and those that are in it by now
+    due                   with so many computed blocks the next are stored
     parent                node of the last stored one
     front                 [num_groups, num_rows]: the first position with a block
     epoch                 how many sequences have left the row: tells its owner from those before
     """
 
     def __init__(self, num_rows: int, num_groups: int = 1) -> None:
-        self._all = np.zeros((11, num_rows), np.int64)
+        self._all = np.zeros((12, num_rows), np.int64)
         self.prompt, self.most, self.returned, self.known, self.lifetime, self.held = self._all[:6]
-        self.scheduled, self.computed, self.matched, self.stored, self.parent = self._all[6:]
+        self.scheduled, self.computed, self.matched, self.stored, self.due, self.parent = self._all[6:]
         self.front: Ints = np.zeros((num_groups, num_rows), np.int64)
         self.epoch = np.zeros(num_rows, np.int64)
 

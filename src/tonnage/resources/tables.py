@@ -89,14 +89,9 @@ class PageTables:
             self.ids[group, row, columns] = given
             self.slots[group, row, columns] = self._cache.slots[given]
 
-    def column(self, row: int, column: int) -> list[int]:
-        """The block of each group at one column; -1: none."""
-        no_block = self._cache.no_block
-        return [-1 if block == no_block else block for block in self.ids[:, row, column].tolist()]
-
-    def columns(self, rows: Ints, columns: Sequence[int]) -> list[list[int]]:
-        """``column`` of each row at a column of its own."""
-        found = self.ids[:, rows, columns].T
+    def columns(self, row: int, first: int, last: int) -> list[list[int]]:
+        """The block of each group at each of the columns [first, last); -1: none."""
+        found = self.ids[:, row, first:last].T
         blocks: list[list[int]] = np.where(found == self._cache.no_block, -1, found).tolist()
         return blocks
 

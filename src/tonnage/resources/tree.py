@@ -9,6 +9,8 @@ from tonnage.resources.chain import Chain
 
 #: So many children of a node are looked at for a partial match, the newest first.
 MAX_SIBLINGS = 32
+#: So many places for nodes are made at once: cheaper than one by one.
+_PLACES = 256
 #: Bytes that the Python objects of a node take beside its tokens and its blocks: half its digest and the headers of
 #: two byte strings, the rest its number, entries of lists and one of a dictionary, which is half full on average.
 NODE_BYTES = 230
@@ -175,24 +177,24 @@ class PrefixTree:
 
     def _added(self, parent: int, digest: bytes, packed: bytes, scope: bytes) -> int:
         older = self._first_child(parent, scope)
-        if self._unused:
-            node = self._unused.pop()
-            self._digests[node], self._tokens[node], self._scopes[node] = digest, packed, scope
-            self._parents[node], self._first[node], self._next[node], self._before[node] = parent, -1, older, -1
-        else:
-            node = len(self._digests)
-            self._digests.append(digest)
-            self._tokens.append(packed)
-            self._scopes.append(scope)
-            for row, value in ((self._parents, parent), (self._first, -1), (self._next, older), (self._before, -1)):
-                row.append(value)
-            for row in self._blocks:
-                row.append(-1)
+        if not self._unused:
+            self._make_places()
+        node = self._unused.pop()
+        self._digests[node], self._tokens[node], self._scopes[node] = digest, packed, scope
+        self._parents[node], self._first[node], self._next[node], self._before[node] = parent, -1, older, -1
         if older != -1:
             self._before[older] = node
         self._set_first(parent, scope, node)
         self._by_digest[digest] = node
         return node
+
+    def _make_places(self) -> None:
+        first = len(self._digests)
+        for texts in (self._digests, self._tokens, self._scopes):
+            texts += [b""] * _PLACES
+        for row in (self._parents, self._first, self._next, self._before, *self._blocks):
+            row += [-1] * _PLACES
+        self._unused += range(first + _PLACES - 1, first - 1, -1)
 
     def _may_have_child(self, parent: int, digest: bytes) -> bool:
         """It is there, full, and the node of ``digest``."""
