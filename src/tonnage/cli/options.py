@@ -139,8 +139,9 @@ class LikeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """How the engine schedules."""
+    """Where the engine runs, and how it schedules."""
 
+    device: Annotated[Text, option("--device", "NAME", "cpu (default), cuda, or cuda:1.")] = None
     admission: Annotated[
         Text,
         option("--admission", "POLICY", "optimistic (default): expected lengths, suspends; reserve_all: whole lives."),
@@ -156,10 +157,11 @@ class ServingOptions:
 
     def keywords(self) -> dict[str, Any]:
         """What ``EngineOptions`` is given beside its knobs. Raises ``InvalidSetting``."""
-        if self.chunk_tokens is None:
-            return {}
-        uncut = self.chunk_tokens.strip().lower() == "none"
-        return {"chunk_tokens": "none" if uncut else parse_count(self.chunk_tokens, knob="--chunk-tokens")}
+        given: dict[str, Any] = {} if self.device is None else {"device": self.device.strip().lower()}
+        if self.chunk_tokens is not None:
+            uncut = self.chunk_tokens.strip().lower() == "none"
+            given["chunk_tokens"] = "none" if uncut else parse_count(self.chunk_tokens, knob="--chunk-tokens")
+        return given
 
 
 def engine_settings(model: str, memory: Text, pool: PoolOptions, serving: ServingOptions) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class Engine:
         Raises ``UserError`` if another thread is in a step, or this one is.
         """
         began = time.monotonic_ns()
-        with deferred_interrupts(), self._alone():
+        with deferred_interrupts(), self._alone(), self._runtime.active():
             try:
                 self.ledger.step(self._num_steps)
                 self._step()

@@ -61,8 +61,10 @@ class Executor:
         scratch: ScratchArena,
         sampler: Sampler,
         *,
+        device: torch.device,
         max_logits_rows: int,
     ) -> None:
+        self._device = device
         self._model: Any = model
         self._backend: Backend | None = backend
         self._scratch, self._sampler = scratch, sampler
@@ -81,7 +83,7 @@ class Executor:
         hidden = self._hidden(inputs)
         plan = inputs.plan
         sampling = np.flatnonzero(plan.samples)
-        last = torch.from_numpy((np.cumsum(plan.counts) - 1)[sampling])
+        last = self._upload((np.cumsum(plan.counts) - 1)[sampling])
         sampled = self._sampler.sample(self._logits(hidden[last]), inputs.sampling, inputs.penalties)
         return Outcome(
             request_ids=[plan.request_ids[row] for row in sampling.tolist()],
@@ -99,8 +101,8 @@ class Executor:
         with self._scratch.step(plan.shape) as scratch:
             prepared = self._backend.prepare(_rows(inputs), scratch)
             states = self._model.base_model(
-                input_ids=torch.from_numpy(inputs.ids).unsqueeze(0),
-                position_ids=torch.from_numpy(_positions(plan.starts, plan.counts)).unsqueeze(0),
+                input_ids=self._upload(inputs.ids).unsqueeze(0),
+                position_ids=self._upload(_positions(plan.starts, plan.counts)).unsqueeze(0),
                 use_cache=False,
                 step=(self._backend, prepared),
             ).last_hidden_state
@@ -111,13 +113,16 @@ class Executor:
         assert hidden.shape[0] <= self._max_logits_rows
         return self._model.get_output_embeddings()(hidden)
 
+    def _upload(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
     def _prompt_logprobs(self, hidden: torch.Tensor, prompts: Sequence[PromptSlice]) -> dict[str, list[TokenLogprobs]]:
         found: dict[str, list[TokenLogprobs]] = {}
         for piece in prompts:
             told = found.setdefault(piece.request_id, [])
             for begin, end in _slices(piece.targets.size, self._max_logits_rows):
                 logits = self._logits(hidden[piece.first + begin : piece.first + end])
-                targets = torch.from_numpy(piece.targets[begin:end])
+                targets = self._upload(piece.targets[begin:end])
                 told += self._sampler.prompt_logprobs(logits, targets, num_top=piece.num_top)
         return found
 

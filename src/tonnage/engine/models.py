@@ -36,8 +36,9 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tonnage"
 
 
-def model_folder(model: str) -> Path:
-    """A local folder with config.json, safetensors and tokenizer for ``model``.
+def model_folder(model: str, *, needs_weights: bool = True) -> Path:
+    """A local folder with config.json, safetensors and tokenizer for ``model``; only the first unless
+    ``needs_weights``.
 
     Raises ``ModelNotFound`` with what to do, or ``UnsupportedModel`` for a folder without safetensors.
     """
@@ -49,7 +50,7 @@ def model_folder(model: str) -> Path:
     if path.is_file() and path.name == "config.json":
         path = path.parent
     if path.is_dir():
-        return _checked(path)
+        return _checked(path, needs_weights=needs_weights)
     if path.exists() or not _HUB_ID.match(model):
         raise ModelNotFound(
             f"No model at {model!r}",
@@ -61,7 +62,7 @@ def model_folder(model: str) -> Path:
     return _checked(_from_hub(model))
 
 
-def _checked(folder: Path) -> Path:
+def _checked(folder: Path, *, needs_weights: bool = True) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(
             f"{folder} holds no config.json",
@@ -69,7 +70,7 @@ def _checked(folder: Path) -> Path:
             value=str(folder),
             remedy="pass the folder of the model itself",
         )
-    if not any(folder.glob("*.safetensors")):
+    if needs_weights and not any(folder.glob("*.safetensors")):
         raise UnsupportedModel(
             f"{folder} holds no *.safetensors",
             knob="MODEL",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs
 from tonnage.errors import InvalidSetting
+from tonnage.hardware import is_host
 from tonnage.units import round_up
 
 #: Prefill tokens in a step that also decodes, where nothing else was asked for. On a CPU a token costs the same in
@@ -43,7 +45,9 @@ class Chunking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """``model``: a folder, a .gguf file, ``smollm2`` or a hub id. ``memory_bytes``: the size of the device.
+    """``model``: a folder, a .gguf file, ``smollm2`` or a hub id. ``device``: "cpu", "cuda", or "cuda:1".
+
+    ``memory_bytes`` is the size of the host device; a card has its own, and ``total_bytes`` bounds what is taken of it.
 
     On the host device ``memory_bytes`` is a hard cap on what the process may take beyond what it held after its
     imports; None takes what the system has available. ``dtype`` of weights and compute: default the model's own.
@@ -51,6 +55,9 @@ class EngineOptions:
     ``chunk_tokens`` cuts prompts: at most so many prefill tokens in a step (rounded up to whole blocks). None: what a
     step computes, but few in a step that also decodes, so that decodes are not held up. "none": prompts are not cut,
     and one longer than a step is refused.
+
+    ``random_weights``: nothing is loaded and the text means nothing, for measuring a model of which only config.json is
+    at hand; without a tokenizer prompts are bytes and texts are letters.
 
     ``scratch_head_bytes`` at the head of the KV pool, in whole blocks, are kept for scratch: running sequences never
     take them for good, cached blocks borrow them. ``transfer_slice_s``: so many seconds of the link to the host may
@@ -63,6 +70,7 @@ class EngineOptions:
     """
 
     model: str
+    device: str = "cpu"
     memory_bytes: int | None = None
     knobs: Knobs = field(default_factory=Knobs)
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
@@ -70,9 +78,23 @@ class EngineOptions:
     attention: str = "sdpa"
     chunk_tokens: int | Literal["none"] | None = None
     fence: bool = True
+    random_weights: bool = False
     scratch_head_bytes: int = 0
     transfer_slice_s: float = TRANSFER_SLICE_S
     reference: ReferenceKnobs | None = None
+
+    @property
+    def device_kind(self) -> str:
+        """ "host" or "cuda", as plans and cards call them."""
+        return "host" if is_host(self.device) else "cuda"
+
+    @property
+    def ordinal(self) -> int:
+        """Which of the devices of its kind. Raises ``InvalidSetting`` for what is no device."""
+        match = re.fullmatch(r"cuda(?::(\d{1,3}))?", self.device) if self.device_kind == "cuda" else None
+        if match is None and self.device_kind == "cuda":
+            raise InvalidSetting("device", self.device, "no device", remedy="write cpu, cuda, or cuda:1")
+        return int(match[1] or 0) if match else 0
 
     @property
     def block_tokens(self) -> int:

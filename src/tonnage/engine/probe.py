@@ -3,27 +3,25 @@
 The managers name the requests (``ResourceManager.probe``); a trial pool just large enough holds them, and they go the
 way of real ones: admitted, prepared, launched. Three stages: prefill, whose prompts want log-probabilities; decode;
 and the sampler with every feature on. Two figures come out of each: bytes of tensors alive at the peak, and bytes by
-which the process really grew. The second holds what kernels take inside themselves and what the heap wastes.
+which what the device gave really grew. The second holds what kernels take inside themselves and allocators waste.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
 import torch
 
 from tonnage.config import Limits
-from tonnage.device.process import ProcessMemory, process_memory, reset_peak, trim_heap
 from tonnage.engine.batch import Batch
 from tonnage.engine.executor import Executor
 from tonnage.engine.inputs import StepInputs
 from tonnage.engine.managers import Managers
 from tonnage.engine.request import Request
 from tonnage.engine.scheduler import Scheduled
-from tonnage.engine.site import ROUNDING_BYTES
-from tonnage.engine.tracker import StorageTracker
+from tonnage.engine.site import Site, StepPeak
 from tonnage.layout import KVLayout
 from tonnage.resources.base import RequestView
 from tonnage.resources.cache import BlockCache
@@ -31,7 +29,6 @@ from tonnage.resources.kv import KVManager
 from tonnage.sampling import SamplingParams
 from tonnage.step import StepItem, StepPlan, Txn
 from tonnage.terms import Quantity, Source, StagePeak
-from tonnage.units import round_up
 
 STAGES = ("prefill", "decode", "sampler")
 
@@ -56,48 +53,48 @@ class Prober:
     """
 
     def __init__(
-        self, executor: Executor, managers: Managers, *, limits: Limits, vocab_size: int, known: Sequence[torch.Tensor]
+        self,
+        executor: Executor,
+        managers: Managers,
+        site: Site,
+        *,
+        limits: Limits,
+        vocab_size: int,
+        known: Sequence[torch.Tensor],
     ) -> None:
-        self._executor, self._managers = executor, managers
+        self._executor, self._managers, self._site = executor, managers, site
         self._limits, self._vocab_size, self._known = limits, vocab_size, known
 
     def warm_up(self) -> None:
         """First calls of every kernel, so that one-off library buffers are not taken for transients."""
         for stage in STAGES:
-            self._run(stage, None)
+            self._run(stage, lambda launch: launch())
 
     def measure(self) -> tuple[StagePeak, ...]:
-        """The peak of each stage, in bytes of tensors and in bytes of process growth, both rounded up to a MiB.
+        """The peak of each stage, in bytes of tensors and in bytes of growth, both rounded up to a MiB.
 
-        The heap is trimmed once, before the first stage, and each stage runs twice: what the heap keeps of one is
-        part of the next one's growth, as it is when steps of both kinds follow each other.
+        Allocators are trimmed once, before the first stage, and each stage runs twice: what they keep of one is part
+        of the next one's growth, as it is when steps of both kinds follow each other.
         """
-        trim_heap()
-        before = process_memory()
-        first = [self._measure(stage, before) for stage in STAGES]
-        second = [self._measure(stage, before) for stage in STAGES]
+        self._site.begin_measuring()
+        first = [self._measure(stage) for stage in STAGES]
+        second = [self._measure(stage) for stage in STAGES]
         return tuple(max(pair, key=lambda peak: peak.reserved.bytes) for pair in zip(first, second, strict=True))
 
-    def _measure(self, stage: str, before: ProcessMemory) -> StagePeak:
-        tables = self._managers.penalties.tables()
-        tracker = StorageTracker([*self._known, *(tables or ())])
-        can_reset = reset_peak()
-        plan = self._run(stage, tracker)
-        after = process_memory()
-        tracked = round_up(tracker.peak_bytes, ROUNDING_BYTES)
-        grown = tracked
-        if can_reset and after.supported:
-            # File pages touched for the first time are the page cache's, not ours.
-            new_file_bytes = max(0, after.file_bytes - before.file_bytes)
-            grown = max(tracked, round_up(after.peak_bytes - before.resident_bytes - new_file_bytes, ROUNDING_BYTES))
+    def _measure(self, stage: str) -> StagePeak:
+        known = [*self._known, *(self._managers.penalties.tables() or ())]
+        peaks: list[StepPeak] = []
+        plan = self._run(stage, lambda launch: peaks.append(self._site.measured(launch, known)))
+        (peak,) = peaks
         return StagePeak(
             stage=stage,
             shape=plan.shape,
-            allocated=Quantity.exact(tracked, Source.MEASURED, f"probe {stage}: tensors alive at the peak"),
-            reserved=Quantity.exact(grown, Source.MEASURED, f"probe {stage}: growth of the process"),
+            allocated=Quantity.exact(peak.tensor_bytes, Source.MEASURED, f"probe {stage}: {peak.tensors_told}"),
+            reserved=Quantity.exact(peak.grown_bytes, Source.MEASURED, f"probe {stage}: {peak.grown_told}"),
         )
 
-    def _run(self, stage: str, tracker: StorageTracker | None) -> StepPlan:
+    def _run(self, stage: str, under: Callable[[Callable[[], object]], object]) -> StepPlan:
+        """One step of the stage; ``under`` is given its launch, to watch it."""
         requests = [
             _request(view, self._params(stage))
             for view in self._held_by_pool(_named_by(self._managers.kv, stage, self._limits))
@@ -107,7 +104,8 @@ class Prober:
             txn = Txn()
             self._managers.dispatcher.prepare(scheduled.plan, txn)
             try:
-                self._launch(StepInputs.of(scheduled, batch, self._managers), tracker)
+                inputs = StepInputs.of(scheduled, batch, self._managers)
+                under(lambda: self._executor.launch(inputs))
             finally:
                 txn.rollback()
         return scheduled.plan
@@ -131,13 +129,6 @@ class Prober:
             )
         slots = np.array([request.slot for request in requests], np.int64)
         return Scheduled(StepPlan.of(0, items), slots), batch
-
-    def _launch(self, inputs: StepInputs, tracker: StorageTracker | None) -> None:
-        if tracker is None:
-            self._executor.launch(inputs)
-            return
-        with tracker:
-            self._executor.launch(inputs)
 
     def _params(self, stage: str) -> SamplingParams:
         num_top = min(self._limits.max_logprobs, self._vocab_size)

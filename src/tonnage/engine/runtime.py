@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tonnage.device.process import trim_heap
 from tonnage.engine.batch import Batch
 from tonnage.engine.executor import Executor
 from tonnage.engine.inputs import StepInputs
@@ -14,7 +14,7 @@ from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Outcome
 from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.site import Site
-from tonnage.ledger import Account, Ledger
+from tonnage.ledger import Ledger
 from tonnage.report import RunResult
 from tonnage.terms import MemoryPlan
 
@@ -33,6 +33,9 @@ class Runtime(Protocol):
     @property
     def ledger(self) -> Ledger: ...
 
+    def active(self) -> AbstractContextManager[object]:
+        """Around a whole step: what is asked of torch goes to the device and in its order."""
+
     def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
         """Compute a prepared step. Whatever it raises, nothing that it took is kept."""
 
@@ -50,7 +53,7 @@ class Runtime(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DeviceRuntime:
-    """A model on the host device. ``transient`` accounts for what comes and goes inside steps."""
+    """A model on a device."""
 
     plan: MemoryPlan
     vocab_size: int
@@ -58,37 +61,23 @@ class DeviceRuntime:
     chunking: Chunking
     site: Site
     executor: Executor
-    transient: Account
-    peak_own_bytes: int | None = None
 
     @property
     def ledger(self) -> Ledger:
         return self.site.ledger
 
+    def active(self) -> AbstractContextManager[object]:
+        return self.site.active()
+
     def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
         return self.executor.launch(StepInputs.of(scheduled, batch, self.managers))
 
     def drain(self) -> None:
+        self.site.drain()
         self.settle("out of memory")
 
     def settle(self, phase: str) -> None:
-        """Look at the device between steps, make the heap give back what it keeps, look again; tell the ledger.
-
-        What the process held at its peak and no longer holds came and went inside steps; what the heap gives back
-        when asked was free memory it had kept of that, the allocator's overhead and not a leak. Both are one account:
-        from outside, tensors and what the heap adds to them cannot be told apart.
-        """
-        before = self.site.read(phase)
-        trim_heap()
-        after = self.site.read(phase)
-        if before.own_bytes is not None and after.own_bytes is not None and before.peak_own_bytes is not None:
-            self.peak_own_bytes = max(self.peak_own_bytes or 0, before.peak_own_bytes)
-            kept = max(0, before.own_bytes - after.own_bytes)
-            self.transient.sampled(before.peak_own_bytes - before.own_bytes + kept)
-            self.transient.sampled(kept)
-        self.site.ledger.sample(before)
-        self.transient.sampled(0)
-        self.site.ledger.sample(after)
+        self.site.settle(phase)
 
     def result(self, **counts: Any) -> RunResult:
         self.settle("end")
@@ -99,7 +88,7 @@ class DeviceRuntime:
             snapshot=self.site.ledger.snapshot(),
             plan=self.plan,
             audit=self.site.ledger.audit(),
-            peak_own_bytes=self.peak_own_bytes,
+            peak_own_bytes=self.site.peak_own_bytes,
             **counts,
         )
 

@@ -30,7 +30,8 @@ Count: TypeAlias = str | int | None
 class Options(TypedDict, total=False):
     """What may be set when an engine is made; names, texts and meanings are those of the command line.
 
-    memory            size of the device; on the host a hard cap on what the process takes (default: what is free)
+    device            "cpu", "cuda" or "cuda:1"
+    memory            size of the host device, a hard cap on what the process takes (default: what is free)
     max_seq_len       tokens of one sequence, prompt and output; default: the model's length, or what fits
     max_batch_size    sequences running at once; max_num_tokens: tokens computed in one step
     kv_tokens, kv_bytes, total_bytes   caps on the KV cache, and on everything together
@@ -47,6 +48,7 @@ class Options(TypedDict, total=False):
     fence             False: the cap on the host is watched and not enforced, for a process with other large things
     """
 
+    device: str | None
     memory: Size
     max_seq_len: Count
     max_batch_size: Count
@@ -94,6 +96,7 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
     chunk_tokens = options.get("chunk_tokens")
     return EngineOptions(
         model=str(model),
+        device=_device(options.get("device")),
         memory_bytes=_read(options, "memory", parse_bytes),
         knobs=Knobs(**knobs, disabled_claims=_names(options.get("disabled_claims"))),
         limit_knobs=LimitKnobs(
@@ -105,6 +108,12 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
         chunk_tokens="none" if chunk_tokens == "none" else _read(options, "chunk_tokens", parse_count),
         fence=_fence(options.get("fence")),
     )
+
+
+def _device(value: object) -> str:
+    if not isinstance(value, str | None):
+        raise InvalidSetting("device", value, f"a {type(value).__name__}", remedy="write cpu, cuda, or cuda:1")
+    return (value or "cpu").strip().lower()
 
 
 def _weights_dtype(name: str | None) -> str | None:

@@ -15,21 +15,22 @@ from tonnage.attention import make_backend
 from tonnage.buffers import BufferManager
 from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
+from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
 from tonnage.device.host import HostDriver
-from tonnage.device.process import reset_peak, trim_heap
 from tonnage.engine.core import Engine
 from tonnage.engine.executor import Executor
 from tonnage.engine.faults import release_frames
+from tonnage.engine.host_site import STEPS, HostSite
 from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.managers import BlockStore, Managers
 from tonnage.engine.options import EngineOptions
 from tonnage.engine.probe import Prober, trial_blocks
+from tonnage.engine.random_weights import fill_random
 from tonnage.engine.runtime import DeviceRuntime
 from tonnage.engine.sampling import Sampler
 from tonnage.engine.site import Site
 from tonnage.engine.stages import StageMonitor
 from tonnage.engine.target import Target
-from tonnage.engine.text import Text
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
 from tonnage.errors import DoesNotFit
 from tonnage.layout import penalty_table_bytes
@@ -39,8 +40,6 @@ from tonnage.terms import LineKind, Measured, MemoryKind, worst_bytes
 from tonnage.units import MiB, format_bytes, round_up
 from tonnage.workspace import ScratchArena
 
-#: Owner of what comes and goes inside steps.
-STEPS = "forward"
 #: Owner of the tables that count tokens for penalties; they are planned, and allocated by the first request with any.
 PENALTIES = "penalties"
 #: What no line explains may be this much, or 3 % of the device if that is more, before the plan carries a warning.
@@ -65,20 +64,38 @@ def start(
     target = Target.read(options)
     on_stage("imports")
     _import_libraries(target.config.model_type)
-    site = Site(
-        options.memory_bytes,
-        index=target.rank.device,
-        make_driver=make_driver,
-        host_kv_bytes=options.host_kv_bytes,
-        slab_bytes=target.kv.slab_bytes,
-    )
+    site = _open(target, make_driver)
     startup = _Startup(target, site, on_stage)
     try:
-        return startup.run()
+        with site.active():
+            return startup.run()
     except BaseException as error:
         with deferred_interrupts():
             startup.abandon(error)
         raise
+
+
+def _open(target: Target, make_driver: Callable[[int], HostDriver]) -> Site:
+    """The device that was asked for, with host memory for evicted blocks beside it."""
+    options, host_bytes, slab_bytes = target.options, target.options.host_kv_bytes, target.kv.slab_bytes
+    if target.device_kind == "host":
+        return HostSite(
+            options.memory_bytes,
+            index=target.rank.device,
+            make_driver=make_driver,
+            host_kv_bytes=host_bytes,
+            slab_bytes=slab_bytes,
+        )
+    from tonnage.engine.cuda_site import CudaSite
+
+    site = CudaSite(target.rank.device)
+    try:
+        if host_bytes:
+            site.open_host_pool(asked_bytes=host_bytes, slab_bytes=slab_bytes, also_needed_bytes=0)
+    except BaseException:
+        site.close()
+        raise
+    return site
 
 
 class _Startup:
@@ -86,7 +103,8 @@ class _Startup:
 
     def __init__(self, target: Target, site: Site, on_stage: Callable[[str], None]) -> None:
         self.target, self.site = target, site
-        self.monitor = StageMonitor(site.ledger, site.driver.own_bytes, on_stage)
+        self.told: tuple[str, ...] = ()  # of the boundary, for the report
+        self.monitor = StageMonitor(site.ledger, site.own_bytes, on_stage)
 
     def run(self) -> Engine:
         with self.stage("skeleton", remedy="check the model folder; its config, tokenizer and weights belong together"):
@@ -119,7 +137,7 @@ class _Startup:
     # -- the stages, in order ------------------------------------------------------------------------------------
 
     def build_skeleton(self) -> None:
-        self.text = Text(self.target.folder)
+        self.text = self.target.text()
         self.model = build_skeleton(self.target.folder, self.target.dtype)
         self.context = self.site.remainder("context", LineKind.CONTEXT)
 
@@ -130,7 +148,11 @@ class _Startup:
         self.site.require_available(layout.total_bytes, "the weights")
         with deferred_interrupts():
             arena.commit(layout.total_bytes)
-        load_shards(self.target.folder, place_parameters(self.model, layout, as_tensor(arena)))
+        views = place_parameters(self.model, layout, as_tensor(arena))
+        if self.target.options.random_weights:
+            fill_random(views)
+        else:
+            load_shards(self.target.folder, views)
 
     def measure(self) -> Measured:
         """Reserve the pool's addresses, map a floor of it, run the probe stages."""
@@ -151,7 +173,7 @@ class _Startup:
         self.require_room(max(stage.reserved.bytes for stage in stages), limits)
         return Measured(
             rank=self.target.rank,
-            device_bytes=self.site.driver.capacity_bytes,
+            device_bytes=self.site.capacity_bytes,
             weights=self.target.weights.quantity(),
             context=self.context,
             libraries=self.site.remainder("libraries", LineKind.LIBRARIES),
@@ -168,7 +190,7 @@ class _Startup:
         with deferred_interrupts():
             for arena in (self.pool_arena, self.scratch_arena):
                 arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
-            reset_peak()
+            self.site.reset_peak()
             self.site.require_available(plan.kv.bytes, "the KV cache")
             self.pool_arena.commit(plan.kv.bytes)
         ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
@@ -183,25 +205,27 @@ class _Startup:
             managers=managers,
             chunking=self.target.chunking,
             executor=self.executor,
-            transient=self.site.sampled(STEPS, LineKind.TRANSIENT),
         )
 
     def close_boundary(self) -> None:
-        """From here on the heap cannot grow past the device; a full step of each kind proves that it need not."""
-        options, capacity = self.target.options, self.site.driver.capacity_bytes
-        if options.fence:
-            steps = self.plan.bytes_of(LineKind.TRANSIENT)
-            self.site.fence(min(capacity, options.knobs.total_bytes.or_else(capacity)), least_bytes=steps)
+        """From here on steps cannot take more than was planned for them; a full step of each kind proves that they
+        need not."""
+        options, cap = self.target.options, self.target.options.knobs.total_bytes.value
         with self.prober(self.plan.limits, num_blocks=self.plan.kv.num_slabs) as prober:
+            if self.site.is_capped_by_use:
+                prober.warm_up()
+            if options.fence:
+                steps = self.plan.bytes_of(LineKind.TRANSIENT)
+                self.told += self.site.close_boundary(total_bytes=cap, step_bytes=steps)
             prober.warm_up()
-        trim_heap()
+        self.site.trim()
 
     def audit(self, runtime: DeviceRuntime) -> None:
         """Compare plan and device once more, then seal: an owner that declared nothing is reported from now on."""
         runtime.settle("audit")
         host = () if self.site.host_pool is None else (self.site.host_pool.told(), *self.site.host_pool.warnings)
-        runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *host, *self.deviations()))
-        reset_peak()
+        runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *host, *self.told, *self.deviations()))
+        self.site.reset_peak()
         self.site.ledger.seal(declared=[STEPS, PENALTIES])
 
     def deviations(self) -> list[str]:
@@ -220,7 +244,7 @@ class _Startup:
 
     def reserve_pool(self) -> None:
         """Addresses for the largest pool the device could hold, and the tensor over them; no memory yet."""
-        layout, capacity = self.target.kv, self.site.driver.capacity_bytes
+        layout, capacity = self.target.kv, self.site.capacity_bytes
         num_slabs = max(1, capacity // layout.slab_bytes)
         self.pool_arena = self.site.arena("kv cache", LineKind.KV, reserve_bytes=num_slabs * layout.slab_bytes)
         self.scratch_arena = self.site.arena("attention scratch", LineKind.SCRATCH, reserve_bytes=capacity)
@@ -237,8 +261,16 @@ class _Startup:
     def make_executor(self, limits: Limits) -> None:
         """Scratch and executor for ``limits``."""
         scratch = ScratchArena(self.scratch_arena, self.target.scratch(), limits=limits, chip=self.site.chip)
-        sampler = Sampler(self.target.config.vocab_size)
-        self.executor = Executor(self.model, self.backend, scratch, sampler, max_logits_rows=limits.max_logits_rows)
+        tile = SAMPLER_TILE_ELEMENTS[self.target.device_kind]
+        sampler = Sampler(self.target.config.vocab_size, tile_elements=tile)
+        self.executor = Executor(
+            self.model,
+            self.backend,
+            scratch,
+            sampler,
+            device=self.site.torch_device,
+            max_logits_rows=limits.max_logits_rows,
+        )
 
     def managers(self, limits: Limits, store: BlockStore) -> Managers:
         return Managers.make(
@@ -272,8 +304,8 @@ class _Startup:
 
     def require_room(self, growth_bytes: int, limits: Limits) -> None:
         """Refuse where a full step does not fit into the cap beside what is there: the cap holds for probes too."""
-        trim_heap()
-        need = (self.site.driver.own_bytes() or 0) + growth_bytes
+        self.site.trim()
+        need = (self.site.own_bytes() or 0) + growth_bytes
         have = self.target.room_bytes(self.site.card)
         if need <= have:
             return
@@ -296,7 +328,8 @@ class _Startup:
         managers = self.managers(replace(limits, prefix_caching=False), store)
         try:
             self.claims = managers.dispatcher.claims(self.target.limits)
-            yield Prober(self.executor, managers, limits=limits, vocab_size=self.target.config.vocab_size, known=known)
+            vocab_size = self.target.config.vocab_size
+            yield Prober(self.executor, managers, self.site, limits=limits, vocab_size=vocab_size, known=known)
         except BaseException as error:
             release_frames(error)  # those of an interrupted step hold tensors over what is closed now
             raise

@@ -9,7 +9,7 @@ fail (``mishaps``).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from tonnage.device.host import HostDriver
 from tonnage.engine.batch import Batch
 from tonnage.engine.core import Engine
 from tonnage.engine.inputs import StepInputs
+from tonnage.engine.letters import LetterText
 from tonnage.engine.managers import BlockStore, Managers
 from tonnage.engine.mishaps import Mishaps
 from tonnage.engine.options import Chunking
@@ -30,7 +31,6 @@ from tonnage.engine.sampling.random import Words, uniform
 from tonnage.engine.sampling.rows import Edits
 from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.shadow import Shadow, ShadowMover
-from tonnage.engine.text import Message, Text
 from tonnage.hardware import host_card
 from tonnage.ledger import Ledger
 from tonnage.planner import plan_without_device
@@ -95,7 +95,7 @@ def stub_engine(
         end_probability=end_probability,
         seed=seed,
     )
-    return Engine(runtime, _LetterText(), ())
+    return Engine(runtime, LetterText([_STOP_ID]), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +192,9 @@ class _StubRuntime:
             max_load_steps=blocks.load_steps + 1,
         )
 
+    def active(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
         inputs = StepInputs.of(scheduled, batch, self.managers)
         plan = scheduled.plan
@@ -271,27 +274,6 @@ def _shadow(
         before_copy=mishaps.before_copy if mishaps is not None else lambda _: None,
     )
     return shadow, mover
-
-
-class _LetterText(Text):
-    """Token 98 is "b": texts that stop strings can be found in."""
-
-    def __init__(self) -> None:
-        self.stop_ids = frozenset({_STOP_ID})
-
-    @property
-    def has_chat_template(self) -> bool:
-        return True
-
-    def encode(self, prompt: str) -> list[int]:
-        return list(prompt.encode())
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.encode("\n".join(message["content"] for message in messages))
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        kept = (token for token in ids if token != _STOP_ID or not skip_special_tokens)
-        return "".join(chr(97 + token % 26) for token in kept)
 
 
 def _config(max_seq_len: int) -> ModelConfig:

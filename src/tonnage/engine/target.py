@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
 from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import parse_dtype
@@ -16,8 +16,10 @@ from tonnage.costs.models import EMBEDDED
 from tonnage.costs.weights import WeightsLayout, weights_layout
 from tonnage.declarations import declare
 from tonnage.engine.family import Family, family_of
+from tonnage.engine.letters import LetterText
 from tonnage.engine.models import model_folder
 from tonnage.engine.options import Chunking, EngineOptions
+from tonnage.engine.text import Text
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
 from tonnage.layout import KVLayout
@@ -32,6 +34,8 @@ from tonnage.planner import (
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
 from tonnage.units import ceil_div, format_bytes
 
+#: Whatever a tokenizer of transformers is read from.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
 COMPUTE_DTYPES = ("float32", "bfloat16")
 
@@ -61,7 +65,13 @@ class Target:
         refuse_planned_only(options.knobs, options.limit_knobs)
         if options.reference is not None:
             refuse_own_money(options.knobs)
-        folder, rank = model_folder(options.model), Rank()
+        if options.device_kind == "cuda":
+            # Steps are launched kernel by kernel: nothing is set aside for graphs.
+            options = replace(options, knobs=replace(options.knobs, graphs=Setting("none", "none")))
+        folder, rank = (
+            model_folder(options.model, needs_weights=not options.random_weights),
+            Rank(device=options.ordinal),
+        )
         config = ModelConfig.read(folder, name=_shown_name(options.model))
         family = family_of(config)
         dtype = parse_dtype(options.dtype or config.dtype, knob="dtype", allowed=COMPUTE_DTYPES)
@@ -72,7 +82,9 @@ class Target:
             rank=rank,
         )
         _require_same_dtype(kv, dtype, backend=options.attention)
-        limits, _ = resolve_limits(config, options.limit_knobs, device_kind="host")
+        limits, _ = resolve_limits(
+            config, options.limit_knobs, device_kind=options.device_kind, graphs=options.knobs.graphs
+        )
         weights = weights_layout(config, dtype=dtype, rank=rank)
         chunking = Chunking.of(options.chunk_tokens, block_tokens=kv.groups[0].block_tokens)
         return cls(
@@ -87,6 +99,16 @@ class Target:
             chunking=chunking,
             rank=rank,
         )
+
+    @property
+    def device_kind(self) -> str:
+        return self.options.device_kind
+
+    def text(self) -> Text:
+        """The model's tokenizer, or, with weights that mean nothing and no tokenizer, letters."""
+        if self.options.random_weights and not any((self.folder / name).is_file() for name in TOKENIZER_FILES):
+            return LetterText()
+        return Text(self.folder)
 
     @property
     def block_tokens(self) -> int:
@@ -143,7 +165,7 @@ class Target:
         """What the largest step takes, forward or sampling, by the planner's closed forms."""
         rows = limits.max_logits_rows
         forward = forward_peak(self.config, num_tokens=limits.max_num_tokens, logits_rows=rows, dtype=self.dtype)
-        sampler = sampler_bytes(self.config, logits_rows=rows, dtype=self.dtype, device_kind="host")
+        sampler = sampler_bytes(self.config, logits_rows=rows, dtype=self.dtype, device_kind=self.device_kind)
         return max(forward.bytes, sampler)
 
     def refuse(self, card: Card) -> None:

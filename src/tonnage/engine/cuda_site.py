@@ -1,0 +1,177 @@
+"""A CUDA device: the driver's own figures, torch's allocator beside our arenas, and the boundary around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from tonnage.buffers import Device, Stream
+from tonnage.buffers.torch_fence import DEFAULT_SLACK_BYTES, close_boundary, open_boundary
+from tonnage.buffers.torch_memory import TorchMemory
+from tonnage.buffers.torch_segments import Route
+from tonnage.device.cuda import CudaDriver
+from tonnage.device.cuda_devices import CudaDevice, cuda_devices
+from tonnage.device.nvml import Nvml
+from tonnage.device.reading import Sampler, take_reading
+from tonnage.engine.site import ROUNDING_BYTES, Site, StepPeak, no_memory_left
+from tonnage.errors import DoesNotFit, InvalidSetting
+from tonnage.hardware import Card, find_card, generic_card
+from tonnage.ledger import Ledger
+from tonnage.terms import MemoryKind, Quantity, Reading, Source
+from tonnage.units import round_up
+
+SEGMENTS_LATER = "its segments come from the driver, one sampled figure for all of them"
+
+
+class CudaSite(Site):
+    """Device ``ordinal`` of those that this process sees, with torch on a stream of ours.
+
+    The context, torch's start and whatever libraries take are this process's own from the beginning. Others on the
+    card are told apart by NVML, or inferred from what was free before we came; ``watch`` looks at them all the time.
+    """
+
+    memory = MemoryKind.GPU
+    driver: CudaDriver
+    is_capped_by_use = True
+
+    def __init__(self, ordinal: int) -> None:
+        described = device_at(ordinal)
+        free_before = _free_before(described)
+        driver = CudaDriver(ordinal)
+        _, total = driver.mem_info()
+        ledger = Ledger(ordinal, total, host_is_device=False)
+        ledger.free_before_bytes = free_before
+        stream = Stream.create(Device(driver))
+        super().__init__(driver, stream, ledger, capacity_bytes=total)
+        self._described = described
+        self.torch_device = torch.device("cuda", ordinal)
+        self._torch_memory = TorchMemory(ordinal)
+        with torch.cuda.device(ordinal):
+            torch.cuda.init()
+            self._torch_stream = torch.cuda.ExternalStream(stream.handle, device=self.torch_device)
+        self.closing(self._leave_torch)
+
+    @property
+    def card(self) -> Card:
+        """Of the catalogue where it is known there, with the size that its driver reports."""
+        try:
+            known = find_card(self.driver.name)
+        except InvalidSetting:
+            known = generic_card(self.capacity_bytes)
+        total = Quantity.exact(self.capacity_bytes, Source.MEASURED, "as the driver reports it")
+        return replace(known, total=total, sm=self._described.sm, num_sms=self._described.num_sms)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream):
+            yield
+
+    def own_bytes(self) -> int | None:
+        return take_reading(self.driver, phase="own", ledger=self.ledger, torch_counted_bytes=0).own_bytes
+
+    def foreign(self) -> Quantity:
+        free, total = self.driver.mem_info()
+        own = self.own_bytes() or 0
+        return Quantity.exact(
+            round_up(max(0, total - free - own), ROUNDING_BYTES),
+            Source.MEASURED,
+            "the device's total less what is free and what is ours",
+        )
+
+    def available_bytes(self) -> int | None:
+        return self.driver.mem_info()[0]
+
+    def no_room(self, what: str, *, need_bytes: int, have_bytes: int) -> DoesNotFit:
+        remedies = ("end what else runs on it", "raise --keep-free-bytes so that the plan counts on less")
+        return no_memory_left(what, "the device", need_bytes=need_bytes, have_bytes=have_bytes, remedies=remedies)
+
+    def read(self, phase: str) -> Reading:
+        return take_reading(self.driver, phase=phase, ledger=self.ledger, torch_counted_bytes=0)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def trim(self) -> None:
+        """Nothing: what torch keeps it will want again, and taking it anew stops the device."""
+
+    def drain(self) -> None:
+        """Torch gives back what it cached, too: a segment of the wrong size is as good as none."""
+        super().drain()
+        torch.cuda.empty_cache()
+
+    def settle(self, phase: str) -> None:
+        found = self.read(phase)
+        self.peak_own_bytes = max(self.peak_own_bytes or 0, found.own_bytes or 0)
+        self.ledger.sample(found)
+
+    def begin_measuring(self) -> None:
+        self.driver.device_sync()
+
+    def measured(self, run: Callable[[], object], known: Sequence[torch.Tensor]) -> StepPeak:  # noqa: ARG002
+        """By torch's own statistics: a tracker of operations would switch compiled code off."""
+        before = torch.cuda.memory_allocated(self.torch_device)
+        self.reset_peak()
+        run()
+        self.driver.device_sync()
+        tensors = torch.cuda.max_memory_allocated(self.torch_device) - before
+        reserved = torch.cuda.max_memory_reserved(self.torch_device)
+        return StepPeak(
+            tensor_bytes=round_up(tensors, ROUNDING_BYTES),
+            grown_bytes=round_up(reserved + DEFAULT_SLACK_BYTES, ROUNDING_BYTES),
+            tensors_told="tensors alive at the peak, by torch's allocator",
+            grown_told="all that torch's allocator had reserved by then, and the slack it is left with",
+        )
+
+    def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:  # noqa: ARG002
+        """Torch is held to what it has reserved by now and a slack."""
+        boundary = close_boundary(self._torch_memory, route=Route(shim=None, reason=SEGMENTS_LATER))
+        self.closing(lambda: open_boundary(self._torch_memory, boundary))
+        return (boundary.paragraph(),)
+
+    def watch(self, *, interval_s: float = 0.1) -> Sampler:
+        """Look at the device all the time from here on, so that what others take is told apart; ended by ``close``."""
+        sampler = Sampler(self.driver, self.ledger, interval_s=interval_s, read=lambda: self.read("watched"))
+        sampler.start()
+        self.closing(sampler.stop)
+        return sampler
+
+    def _leave_torch(self) -> None:
+        """What torch cached of our work goes back; its context stays, as it is the process's."""
+        self.driver.device_sync()
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+        self.stream.close()
+
+    def _close_driver(self) -> None:
+        self.driver.close()
+
+
+def device_at(ordinal: int) -> CudaDevice:
+    """The device of that number. Raises ``InvalidSetting`` where there is none, or nothing to use it with."""
+    found = cuda_devices()
+    problem = found.reason
+    if not problem and not torch.cuda.is_available():
+        problem = f"torch {torch.__version__} cannot use it"
+    if problem:
+        raise InvalidSetting(
+            "device", f"cuda:{ordinal}", problem, remedy="run on the host with --device cpu, or install what is missing"
+        )
+    if ordinal >= len(found.devices):
+        raise InvalidSetting(
+            "device",
+            f"cuda:{ordinal}",
+            f"this process sees {len(found.devices)} CUDA devices",
+            remedy=f"write cuda:0 to cuda:{len(found.devices) - 1}" if found.devices else "run with --device cpu",
+        )
+    return found.devices[ordinal]
+
+
+def _free_before(device: CudaDevice) -> int | None:
+    """What is free before our context comes: by it, what is ours can be inferred where the driver does not tell."""
+    if torch.cuda.is_initialized():
+        return None
+    memory = Nvml(device.uuid).memory()
+    return None if memory is None else memory.free_bytes
