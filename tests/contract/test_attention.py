@@ -1,8 +1,13 @@
-"""Every attention backend against plain softmax attention in float64, over mixed steps and shapes."""
+"""Every attention backend against plain softmax attention in float64, over mixed steps and shapes.
+
+On each device that it runs on. Triton's kernels run on a CPU where ``TRITON_INTERPRET=1`` is set.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tonnage.attention import BACKENDS, make_backend
-from tonnage.attention.base import Row
+from tonnage.attention.base import FEATURES, Row, Rows
 from tonnage.buffers import Device, Stream, VaArena
 from tonnage.config import Limits
-from tonnage.declarations import declare
+from tonnage.declarations import AttentionShape, declare, declare_for
+from tonnage.declarations.triton_decode import num_splits
 from tonnage.device.host import HostDriver
+from tonnage.errors import InvalidSetting
 from tonnage.ledger import Ledger
 from tonnage.step import StepItem, StepPlan
 from tonnage.terms import Chip, LineKind, StepShape
@@ -24,9 +31,22 @@ from tonnage.units import MiB
 from tonnage.workspace import ScratchArena
 
 BLOCK = 16
-CHIP = Chip(name="host", sm=0, num_sms=0, total_bytes=2**30)
+HOST = Chip(name="host", sm=0, num_sms=0, total_bytes=2**30)
 LIMITS = Limits(max_seq_len=256, max_batch_size=16, max_num_tokens=192, max_logits_rows=16)
 HEADS = [(4, 4), (9, 3), (8, 1)]  # MHA, GQA, MQA
+
+#: Needed for Triton on a CPU; it is read when the kernels are first imported.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+on_cpu_by_interpreter = pytest.mark.skipif(
+    not IS_INTERPRETED, reason="triton on a CPU: needs TRITON_INTERPRET=1, numpy < 2.4"
+)
+#: Triton 3.6's interpreter does what numpy deprecated, and what numpy 2.4 refuses.
+as_numpy_lets_it = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+#: Where each backend runs: one that is not here has no kernel on a CPU.
+ON_CPU = {"sdpa": (), "triton": (on_cpu_by_interpreter, as_numpy_lets_it)}
+ON_CARD = [pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in BACKENDS]
+PLACES = [pytest.param(name, "cpu", id=name, marks=marks) for name, marks in ON_CPU.items()] + ON_CARD
+everywhere = pytest.mark.parametrize(("backend", "device"), PLACES)
 
 
 @dataclass
@@ -39,9 +59,30 @@ class Sequence:
     length: int = 0
 
 
+def make_driver(device: str):
+    if device == "cpu":
+        return HostDriver(64 * MiB)
+    from tonnage.device.cuda import CudaDriver
+
+    torch.zeros(1, device=device)
+    return CudaDriver(0)
+
+
+def chip_of(device: str) -> Chip:
+    if device == "cpu":
+        return HOST
+    found = torch.cuda.get_device_properties(0)
+    return Chip(
+        name=found.name,
+        sm=10 * found.major + found.minor,
+        num_sms=found.multi_processor_count,
+        total_bytes=found.total_memory,
+    )
+
+
 @pytest.fixture
-def scratch_memory():
-    driver = HostDriver(64 * MiB)
+def scratch_memory(device):
+    driver = make_driver(device)
     arena = VaArena(
         Stream(Device(driver)),
         ledger=Ledger(0, 64 * MiB),
@@ -50,23 +91,35 @@ def scratch_memory():
         reserve_bytes=64 * MiB,
     )
     yield arena
+    if device == "cuda":
+        torch.cuda.synchronize()
     driver.close()
 
 
 class World:
     """A pool, a backend over it and the same history kept densely."""
 
-    def __init__(self, backend: str, memory, *, heads: int, kv_heads: int, dtype=torch.float32, poison=True) -> None:
-        self.layers, self.dim, self.heads, self.kv_heads, self.dtype = 2, 16, heads, kv_heads, dtype
+    def __init__(
+        self, backend: str, memory, device: str, *, heads: int, kv_heads: int, dtype=torch.float32, poison=True, dim=16
+    ) -> None:
+        self.layers, self.dim, self.heads, self.kv_heads, self.dtype = 2, dim, heads, kv_heads, dtype
+        self.device, self.chip = device, chip_of(device)
         self.rng = torch.Generator().manual_seed(0)
-        pool = torch.zeros(128, self.layers, 2, BLOCK, kv_heads, self.dim, dtype=dtype)
+        self.features: dict = {}
+        pool = torch.zeros(128, self.layers, 2, BLOCK, kv_heads, self.dim, dtype=dtype, device=device)
         if poison:
             pool.fill_(math.nan)
-        self.backend = make_backend(backend, pool)
-        name = str(dtype).removeprefix("torch.")
-        declared = declare(backend, kv_heads=kv_heads, head_dim=self.dim, kv_dtype=name, block_tokens=BLOCK)
-        self.scratch = ScratchArena(memory, declared, limits=LIMITS, chip=CHIP)
-        self.declared = declared
+        self.pool, self.backend = pool, make_backend(backend, pool)
+        shape = AttentionShape(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            v_head_dim=dim,
+            kv_dtype=str(dtype).removeprefix("torch."),
+            block_tokens=BLOCK,
+        )
+        self.declared = declare_for(backend, shape)
+        self.scratch = ScratchArena(memory, self.declared, limits=LIMITS, chip=self.chip)
         self.sequences: dict[str, Sequence] = {}
         self.free = list(np.random.default_rng(0).permutation(128).astype(np.int32))
 
@@ -76,7 +129,7 @@ class World:
         empty = [torch.zeros(0, self.kv_heads, self.dim, dtype=self.dtype) for _ in range(self.layers)]
         self.sequences[name] = Sequence(blocks, list(empty), list(empty))
 
-    def step(self, counts: dict[str, int]) -> float:
+    def step(self, counts: dict[str, int], *, as_arrays: bool = False) -> float:
         """Compute ``counts[name]`` more tokens of each sequence; returns the largest error against the truth."""
         items = tuple(
             StepItem(request_id=name, start=self.sequences[name].length, count=count, samples=True)
@@ -90,7 +143,7 @@ class World:
             offset += item.count
         plan, worst = StepPlan.of(0, items), 0.0
         with self.scratch.step(plan.shape) as scratch:
-            prepared = self.backend.prepare(rows, scratch)
+            prepared = self.backend.prepare(Rows.of(rows) if as_arrays else rows, scratch)
             for layer in range(self.layers):
                 worst = max(worst, self._layer(layer, rows, items, prepared, offset))
         for item in items:
@@ -102,26 +155,36 @@ class World:
             return torch.randn(1, heads, tokens, self.dim, generator=self.rng).to(self.dtype)
 
         query, key, value = random(self.heads), random(self.kv_heads), random(self.kv_heads)
-        out = self.backend.forward(prepared, layer, query, key, value, scaling=0.2)
+        there = (part.to(self.device) for part in (query, key, value))
+        out = self.backend.forward(prepared, layer, *there, scaling=0.2, **self.features).cpu()
         assert out.shape == (1, tokens, self.heads, self.dim)
         worst = 0.0
         for row, item in zip(rows, items, strict=True):
             sequence, here = self.sequences[item.request_id], slice(row.offset, row.offset + row.count)
             sequence.keys[layer] = torch.cat([sequence.keys[layer], key[0, :, here].transpose(0, 1)])
             sequence.values[layer] = torch.cat([sequence.values[layer], value[0, :, here].transpose(0, 1)])
-            truth = attend(query[0, :, here], sequence.keys[layer], sequence.values[layer], row.start)
+            truth = attend(query[0, :, here], sequence.keys[layer], sequence.values[layer], row.start, **self.features)
             worst = max(worst, float((out[0, here].double() - truth).abs().max()))
         return worst
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, *, window=None, softcap=None, sinks=None
+) -> torch.Tensor:
     """Causal softmax attention of [Hq, T, D] queries at positions start.. over all keys, in float64: [T, Hq, D]."""
     repeat = query.shape[0] // keys.shape[1]
     k = keys.double().repeat_interleave(repeat, dim=1)
     v = values.double().repeat_interleave(repeat, dim=1)
     scores = torch.einsum("htd,khd->htk", query.double(), k) * 0.2
-    position = start + torch.arange(query.shape[1])
-    scores = scores.masked_fill(torch.arange(keys.shape[0])[None, None] > position[None, :, None], -math.inf)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    position = start + torch.arange(query.shape[1])[:, None]
+    at = torch.arange(keys.shape[0])[None]
+    hidden = (at > position) if window is None else (at > position) | (at <= position - window)
+    scores = scores.masked_fill(hidden[None], -math.inf)
+    if sinks is not None:
+        extra = sinks.cpu().double()[:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.einsum("htk,khd->thd", torch.cat([scores, extra], -1).softmax(-1)[..., :-1], v)
     return torch.einsum("htk,khd->thd", scores.softmax(-1), v)
 
 
@@ -136,33 +199,61 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@everywhere
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_mixed_steps_agree_with_dense_attention(backend, heads, kv_heads, scratch_memory):
-    world = World(backend, scratch_memory, heads=heads, kv_heads=kv_heads)
+def test_mixed_steps_agree_with_dense_attention(backend, device, heads, kv_heads, scratch_memory):
+    world = World(backend, scratch_memory, device, heads=heads, kv_heads=kv_heads)
     for name in "abc":
         world.add(name)
-    for counts in MIXED:
-        assert world.step(counts) < 2e-5, counts
+    for number, counts in enumerate(MIXED):
+        assert world.step(counts, as_arrays=number % 2 == 1) < 2e-5, counts
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_agrees_within_its_precision(backend, scratch_memory):
-    world = World(backend, scratch_memory, heads=8, kv_heads=2, dtype=torch.bfloat16)
+@everywhere
+def test_half_precision_agrees_within_its_precision(backend, device, scratch_memory):
+    # Triton's interpreter multiplies bfloat16 as if it were integers.
+    half = torch.float16 if (backend, device) == ("triton", "cpu") else torch.bfloat16
+    world = World(backend, scratch_memory, device, heads=8, kv_heads=2, dtype=half)
     world.add("a")
     for count in (20, 1, 12, 1):
         assert world.step({"a": count}) < 0.03
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@everywhere
+@pytest.mark.parametrize(
+    "asked",
+    [("window",), ("softcap",), ("sinks",), ("window", "softcap"), ("window", "sinks")],
+    ids="+".join,
+)
+def test_what_a_backend_has_agrees_and_what_it_lacks_is_refused_with_those_that_have_it(
+    backend, device, asked, scratch_memory
+):
+    world = World(backend, scratch_memory, device, heads=6, kv_heads=2)
+    values = {"window": 13, "softcap": 0.7, "sinks": torch.randn(6, generator=world.rng).to(device)}
+    world.features = {feature: values[feature] for feature in asked}
+    for name in "abc":
+        world.add(name)
+    lacking = [feature for feature in asked if backend not in FEATURES[feature]]
+    if lacking:
+        with pytest.raises(InvalidSetting, match=f"has no {lacking[0]}.*use triton"):
+            world.step({"a": 5})
+        return
+    for counts in MIXED:
+        assert world.step(counts) < 2e-5, counts
+
+
+@everywhere
 @pytest.mark.parametrize("tile", [16, 64, 10_000])
-def test_tiles_of_any_size_give_the_same_answer(backend, tile, scratch_memory, monkeypatch):
+def test_tiles_of_any_size_give_the_same_answer(backend, device, tile, scratch_memory, monkeypatch):
     if backend == "sdpa":
         monkeypatch.setattr("tonnage.attention.sdpa.TILE_TOKENS", tile)
         monkeypatch.setattr("tonnage.attention.sdpa.MASK_TILE_ELEMENTS", tile)
         monkeypatch.setattr("tonnage.declarations.sdpa.TILE_TOKENS", tile)
         monkeypatch.setattr("tonnage.declarations.sdpa.MASK_TILE_ELEMENTS", tile)
-    world = World(backend, scratch_memory, heads=9, kv_heads=3)
+    if backend == "triton":  # 16 keys, 64 and 128 a tile; from 16 tokens on a fresh prompt is torch's
+        monkeypatch.setattr("tonnage.attention.triton_tuning.DECODE_TILE_BYTES", tile * 16 * 4)
+        monkeypatch.setattr("tonnage.attention.triton.TORCH_TOKENS", tile)
+    world = World(backend, scratch_memory, device, heads=9, kv_heads=3)
     for name in "abcd":
         world.add(name)
     assert world.step({"a": 40, "b": 3, "c": 17, "d": 1}) < 2e-5
@@ -170,10 +261,10 @@ def test_tiles_of_any_size_give_the_same_answer(backend, tile, scratch_memory, m
     assert world.step({"a": 1, "b": 1, "c": 1, "d": 1}) < 2e-5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scratch_stays_within_the_declaration_and_the_declaration_is_not_lavish(backend, scratch_memory):
+@everywhere
+def test_scratch_stays_within_the_declaration_and_the_declaration_is_not_lavish(backend, device, scratch_memory):
     """High-water <= declared at the step's shape (the arena refuses more), and declared <= 2x high-water."""
-    world = World(backend, scratch_memory, heads=8, kv_heads=2)
+    world = World(backend, scratch_memory, device, heads=8, kv_heads=2)
     names = [f"s{i}" for i in range(LIMITS.max_batch_size)]
     for name in names:
         world.add(name)
@@ -182,19 +273,20 @@ def test_scratch_stays_within_the_declaration_and_the_declaration_is_not_lavish(
     world.step(dict.fromkeys(names, 1))
     high = world.scratch.high_water_bytes
     plan = StepPlan.of(0, tuple(StepItem(request_id=name, start=62, count=1, samples=True) for name in names))
-    at_shape = max(declaration.bytes_at(plan.shape, CHIP) for declaration in world.declared)
+    at_shape = max(declaration.bytes_at(plan.shape, world.chip) for declaration in world.declared)
     assert 0 < high <= at_shape <= 2 * high
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_declarations_never_shrink_when_a_shape_grows(backend):
-    (declared,) = declare(backend, kv_heads=2, head_dim=64, kv_dtype="bfloat16", block_tokens=BLOCK)
+    every = declare(backend, kv_heads=2, head_dim=64, kv_dtype="bfloat16", block_tokens=BLOCK)
     fields = ("num_tokens", "prefill_tokens", "prefill_rows", "decode_rows", "attended_tokens", "max_row_tokens")
     base = dict(zip(fields, (64, 32, 2, 32, 900, 200), strict=True))
-    before = declared.bytes_at(StepShape(**base), CHIP)
-    for field in base:
-        grown = StepShape(**{**base, field: base[field] + 33})
-        assert declared.bytes_at(grown, CHIP) >= before, field
+    for declared in every:
+        before = declared.bytes_at(StepShape(**base), HOST)
+        for field in base:
+            grown = StepShape(**{**base, field: base[field] + 33})
+            assert declared.bytes_at(grown, HOST) >= before, field
 
 
 class CountingScratch:
@@ -215,7 +307,7 @@ def steps(draw):
     return draw(st.lists(row, min_size=1, max_size=12))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param(name, id=name, marks=marks) for name, marks in ON_CPU.items()])
 @settings(max_examples=300)
 @given(
     rows=steps(), tile=st.sampled_from([16, 64, 8192]), kv_heads=st.sampled_from([1, 3]), dim=st.sampled_from([4, 8])
@@ -235,5 +327,43 @@ def test_no_admissible_step_takes_more_than_was_declared_for_its_shape(backend, 
             offset += item.count
         (declared,) = declare(backend, kv_heads=kv_heads, head_dim=dim, kv_dtype="float32", block_tokens=BLOCK)
         scratch = CountingScratch(declared.alignment)
-        make_backend(backend, torch.zeros(1, 1, 2, BLOCK, kv_heads, dim)).prepare(batch, scratch)
-        assert scratch.used <= declared.bytes_at(StepPlan.of(0, items).shape, CHIP)
+        step = make_backend(backend, torch.zeros(1, 1, 2, BLOCK, kv_heads, dim)).prepare(batch, scratch)
+        if backend == "triton" and step.decode is not None and step.decode.num_splits > 1:
+            step.decode.take_partials(kv_heads, dim)  # in the first layer that attends
+        assert scratch.used <= declared.bytes_at(StepPlan.of(0, items).shape, HOST)
+
+
+@given(rows=steps(), block_tokens=st.sampled_from([1, 16, 24]), seed=st.integers(0, 99))
+def test_slots_and_rows_built_as_arrays_are_those_written_out(rows, block_tokens, seed):
+    """``Rows`` says of every token and row what a loop over them would."""
+    rng = np.random.default_rng(seed)
+    slots = rng.permutation(12)[: len(rows)]
+    table = rng.integers(0, 2**20, (12, 160), np.int32)
+    starts, counts = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    made = Rows(starts=starts, ends=starts + counts, table=table, slots=slots)
+    assert made.is_decode.tolist() == [count == 1 and start > 0 for start, count in rows]
+    expected = []
+    for row in made:
+        for position in range(row.start, row.end):
+            block, inside = divmod(position, block_tokens)
+            expected.append(int(row.blocks[block]) * 3000 * block_tokens + inside)
+    assert made.token_slots(block_tokens=block_tokens, slab_tokens=3000 * block_tokens).tolist() == expected
+    again = Rows.of(list(made))
+    assert [row.offset for row in again] == np.cumsum([0, *counts[:-1]]).tolist()
+
+
+@pytest.mark.parametrize(("kv_heads", "num_sms"), [(8, 132), (1, 132), (3, 108), (64, 132), (2, 160)])
+def test_the_splits_of_every_batch_make_what_the_declaration_counts(kv_heads, num_sms):
+    """The rule that the kernel is launched by, against the bytes of float32 outputs and sums that are declared."""
+    group, dim = 4, 128
+    shape = AttentionShape(num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=dim, v_head_dim=dim)
+    (declared,) = declare_for("triton", shape)
+    chip = Chip(name="card", sm=90, num_sms=num_sms, total_bytes=2**37)
+    most = 0
+    for rows in range(1, 400):
+        splits = num_splits(rows, kv_heads, num_sms=num_sms)
+        assert 1 <= splits <= 32
+        assert splits == 1 or (splits - 1) * rows * kv_heads < 2 * num_sms, "no more than fill the chip"
+        if splits > 1:
+            most = max(most, rows * kv_heads * group * splits * (dim + 1) * 4)
+        assert declared.bytes_at(StepShape(decode_rows=rows), chip) == most

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BACKENDS: dict[str, str] = {
     "sdpa": "tonnage.attention.sdpa:SdpaBackend",
+    "triton": "tonnage.attention.triton:TritonBackend",
 }
 
 

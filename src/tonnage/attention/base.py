@@ -5,15 +5,27 @@ Shapes: T = tokens of the step, Hq / Hkv = query / KV heads of this rank, D = he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from tonnage.errors import InvalidSetting
+from tonnage.step import Flags, Ints
+
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from tonnage.workspace import StepScratch
+
+#: What a layer may ask of attention beyond causal softmax over grouped heads, and which backends of ours have it.
+FEATURES: dict[str, tuple[str, ...]] = {
+    "window": ("triton", "flashinfer"),
+    "softcap": ("triton", "flashinfer"),
+    "sinks": ("triton",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +45,101 @@ class Row:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """All rows of a step as arrays: row i computes tokens ``[starts[i], ends[i])``, one row behind the other.
+
+    ``table`` is a page table, int32 [slots, blocks], of which row i reads the row ``slots[i]``. To iterate gives each
+    as a ``Row``, for a backend that goes row by row.
+    """
+
+    starts: Ints
+    ends: Ints
+    table: npt.NDArray[np.int32]
+    slots: Ints
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Rows:
+        """From rows written out, which must stand one behind the other in the batch."""
+        starts = np.array([row.start for row in rows], np.int64)
+        ends = np.array([row.end for row in rows], np.int64)
+        made = cls(
+            starts=starts,
+            ends=ends,
+            table=np.stack([row.blocks for row in rows]) if rows else np.zeros((0, 0), np.int32),
+            slots=np.arange(len(rows)),
+        )
+        assert made.offsets.tolist() == [row.offset for row in rows]
+        return made
+
+    def __len__(self) -> int:
+        return self.starts.size
+
+    def __iter__(self) -> Iterator[Row]:
+        places = zip(self.starts.tolist(), self.ends.tolist(), self.offsets.tolist(), self.slots.tolist(), strict=True)
+        for start, end, offset, slot in places:
+            yield Row(start=start, end=end, offset=offset, blocks=self.table[slot])
+
+    @property
+    def counts(self) -> Ints:
+        return self.ends - self.starts
+
+    @property
+    def offsets(self) -> Ints:
+        """Where each row's tokens begin in the flattened batch."""
+        counts = self.counts
+        return np.cumsum(counts) - counts
+
+    @property
+    def is_decode(self) -> Flags:
+        """One token on top of a cached prefix: the rows that ``StepShape.decode_rows`` counts."""
+        return (self.counts == 1) & (self.starts > 0)
+
+    def token_slots(self, *, block_tokens: int, slab_tokens: int) -> Ints:
+        """Where each token of the batch lies, counted in tokens from the first of slab 0: int64 [T].
+
+        ``slab_tokens`` is the distance between two slabs; an entry of ``table`` is the number of one.
+        """
+        counts = self.counts
+        position = np.arange(int(counts.sum())) + np.repeat(self.starts - self.offsets, counts)
+        block, inside = np.divmod(position, block_tokens)
+        return self.table[np.repeat(self.slots, counts), block] * np.int64(slab_tokens) + inside
+
+
 class Backend(Protocol):
     """An attention kernel over paged KV. ``prepare`` runs once a step, ``forward`` once a layer."""
 
     name: str
 
-    def prepare(self, rows: Sequence[Row], scratch: StepScratch) -> Any:
+    def prepare(self, rows: Rows | Sequence[Row], scratch: StepScratch) -> Any:
         """Everything that does not depend on the layer: slot indices, tiles, masks."""
 
     def forward(
-        self, step: Any, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float
+        self,
+        step: Any,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write key and value [1, Hkv, T, D] to the pages, attend with query [1, Hq, T, D]; returns [1, T, Hq, D]."""
+        """Write key and value [1, Hkv, T, D] to the pages, attend with query [1, Hq, T, D]; returns [1, T, Hq, D].
+
+        window   a token sees this many, itself included; None: all before it
+        softcap  scores x become softcap * tanh(x / softcap)
+        sinks    [Hq], one more score for each query head, to which no value belongs
+
+        Raises ``InvalidSetting`` for a feature that the backend lacks.
+        """
+
+
+def refuse(backend: str, **features: object) -> None:
+    """Raise ``InvalidSetting`` where one of ``FEATURES`` is wanted (given, not None) that ``backend`` lacks."""
+    for feature, value in features.items():
+        if value is not None and backend not in FEATURES[feature]:
+            have = " or ".join(FEATURES[feature])
+            raise InvalidSetting("attention", backend, f"has no {feature}, which the model needs", remedy=f"use {have}")

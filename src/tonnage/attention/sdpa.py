@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tonnage.attention.base import Row
+from tonnage.attention.base import Row, Rows, refuse
 from tonnage.declarations.sdpa import MASK_TILE_ELEMENTS, TILE_TOKENS
 from tonnage.units import ceil_div, round_up
 
@@ -71,7 +71,8 @@ class SdpaBackend:
 
     # -- once a step ---------------------------------------------------------------------------------------------
 
-    def prepare(self, rows: Sequence[Row], scratch: StepScratch) -> SdpaStep:
+    def prepare(self, rows: Rows | Sequence[Row], scratch: StepScratch) -> SdpaStep:
+        rows = list(rows)
         decode = [row for row in rows if row.count == 1 and row.start > 0]
         prefill = [row for row in rows if row.count > 1 or row.start == 0]
         chunks = [self._chunk_tile(row) for row in prefill if row.start > 0]
@@ -91,9 +92,13 @@ class SdpaBackend:
         self._clear_tails(rows)
         return step
 
+    def _there(self, array: np.ndarray) -> torch.Tensor:
+        """On the device of the pool."""
+        return torch.from_numpy(array).to(self._pool.device)
+
     def _token_index(self, rows: Iterable[Row]) -> torch.Tensor:
         parts = [self._slots_of(row) for row in rows]
-        return torch.from_numpy(np.concatenate(parts))
+        return self._there(np.concatenate(parts))
 
     def _slots_of(self, row: Row) -> np.ndarray:
         position = np.arange(row.start, row.end, dtype=np.int64)
@@ -112,7 +117,7 @@ class SdpaBackend:
         return _Tile(
             rows=1,
             num_blocks=num_blocks,
-            index=torch.from_numpy(self._page_index(row, num_blocks)),
+            index=self._there(self._page_index(row, num_blocks)),
             mask=None,
             queries=slice(row.offset, row.offset + row.count),
             start=row.start,
@@ -134,8 +139,8 @@ class SdpaBackend:
     def _decode_tile(self, members: Sequence[Row]) -> _Tile:
         num_blocks = ceil_div(members[0].end, self.block_tokens)
         index = np.concatenate([self._page_index(row, num_blocks) for row in members])
-        offsets = torch.tensor([row.offset for row in members])
-        return _Tile(len(members), num_blocks, torch.from_numpy(index), None, offsets)
+        offsets = np.array([row.offset for row in members])
+        return _Tile(len(members), num_blocks, self._there(index), None, self._there(offsets))
 
     def _make_decode_masks(
         self, tiles: Sequence[_Tile], members: Sequence[Sequence[Row]], scratch: StepScratch
@@ -145,8 +150,9 @@ class SdpaBackend:
         sizes = [tile.rows * width for tile, width in zip(tiles, widths, strict=True)]
         pieces = scratch.tensor((sum(sizes),), self._pool.dtype).split(sizes)
         for tile, width, rows, piece in zip(tiles, widths, members, pieces, strict=True):
-            lengths = torch.tensor([row.end for row in rows]).view(-1, 1, 1, 1)
-            tile.mask = _hide(piece.view(tile.rows, 1, 1, width), torch.arange(width) >= lengths)
+            lengths = self._there(np.array([row.end for row in rows])).view(-1, 1, 1, 1)
+            positions = torch.arange(width, device=lengths.device)
+            tile.mask = _hide(piece.view(tile.rows, 1, 1, width), positions >= lengths)
 
     def _mask_tile_elements(self, chunks: Sequence[_Tile]) -> int:
         widths = [(tile.count, tile.num_blocks * self.block_tokens) for tile in chunks]
@@ -165,13 +171,24 @@ class SdpaBackend:
     # -- once a layer --------------------------------------------------------------------------------------------
 
     def forward(
-        self, step: SdpaStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float
+        self,
+        step: SdpaStep,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        refuse(self.name, window=window, softcap=softcap, sinks=sinks)
         tokens = query.shape[2]
         k_slots, v_slots = self._slots[2 * layer], self._slots[2 * layer + 1]
         k_slots.index_copy_(0, step.token_index, key[0].transpose(0, 1).reshape(tokens, -1))
         v_slots.index_copy_(0, step.token_index, value[0].transpose(0, 1).reshape(tokens, -1))
-        out = torch.empty(tokens, query.shape[1], value.shape[-1], dtype=query.dtype)
+        out = query.new_empty(tokens, query.shape[1], value.shape[-1])
         for begin, end in step.fresh:
             part = scaled_dot_product_attention(
                 query[:, :, begin:end],
@@ -211,11 +228,12 @@ class SdpaBackend:
         keys, values = self._gather(step, tile, layer)
         padded = tile.num_blocks * self.block_tokens
         at_once = max(1, step.mask_tile.numel() // padded)
-        positions = torch.arange(padded)
+        positions = torch.arange(padded, device=query.device)
         for first in range(0, tile.count, at_once):
             last = min(first + at_once, tile.count)
             mask = step.mask_tile[: (last - first) * padded].view(last - first, padded)
-            _hide(mask, positions > torch.arange(tile.start + first, tile.start + last).unsqueeze(1))
+            queries = torch.arange(tile.start + first, tile.start + last, device=query.device)
+            _hide(mask, positions > queries.unsqueeze(1))
             begin, end = tile.queries.start + first, tile.queries.start + last
             part = scaled_dot_product_attention(
                 query[:, :, begin:end], keys, values, attn_mask=mask, scale=scaling, enable_gqa=True

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from tonnage.declarations.shape import AttentionShape
 from tonnage.declarations.splits import most_parts, num_sms, partial_bytes
 from tonnage.terms import Chip, Scratch, StepShape
+from tonnage.units import ceil_div
 
 #: Blocks that the kernel wants in flight on each multiprocessor, and the most parts it cuts one sequence into.
 BLOCKS_PER_SM, MOST_SPLITS = 2, 32
+
+
+def num_splits(num_rows: int, num_kv_heads: int, *, num_sms: int) -> int:
+    """S(b), into how many parts the kernel cuts each of ``num_rows`` decodes, whatever their lengths. At least 1."""
+    return max(1, min(MOST_SPLITS, ceil_div(BLOCKS_PER_SM * num_sms, max(1, num_rows * num_kv_heads))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,363 @@
+"""Attention by our own Triton kernels: what a GPU runs with no package beside torch.
+
+Decode rows go through a split-KV kernel that reads pages where they lie, all of them in one launch. Prefill rows go
+through one that does the same for many queries a row; long prompts from position 0, whose keys are the ones just
+computed, through torch's flash attention instead, which is the faster of the two where a row fills the chip.
+
+The number of splits depends on the number of decode rows alone, so that a captured graph replays what it captured
+and an eager step of as many rows gives the same bits. Partial outputs are the only scratch; their bound is
+``declarations/triton_decode.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tonnage.attention.base import Row, Rows
+from tonnage.attention.triton_inputs import StaticInputs, upload
+from tonnage.attention.triton_tuning import Tuning, decode_tuning, prefill_tuning
+from tonnage.config import Limits
+from tonnage.declarations.splits import MOST_SMS
+from tonnage.declarations.triton_decode import num_splits
+from tonnage.errors import InvalidSetting
+from tonnage.units import ceil_div
+
+if TYPE_CHECKING:
+    from tonnage.workspace import StepScratch
+
+LOG2_E = 1 / math.log(2)
+#: A prompt from position 0 of so many tokens goes to torch: a launch of its own in each layer must pay.
+TORCH_TOKENS = 1024
+#: A dot product of the tensor cores is at least so wide each way; query heads of a group are padded to it.
+LEAST_DOT_SIZE = 16
+MOST_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodeRows:
+    """Rows that attend with one token each, on the device; see ``StaticInputs`` for the tensors."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    num_splits: int
+    scratch: StepScratch
+    partials: torch.Tensor | None = None
+
+    @property
+    def num(self) -> int:
+        return self.lengths.shape[0]
+
+    def take_partials(self, num_heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float32 outputs [rows, Hq, splits, D] and base-2 log-sums [rows, Hq, splits], flat: one piece of the step's
+        scratch for all layers, taken by the first."""
+        num_results = self.num * num_heads * self.num_splits
+        if self.partials is None or self.partials.numel() < num_results * (head_dim + 1):
+            self.partials = self.scratch.tensor((num_results * (head_dim + 1),), torch.float32)
+        return self.partials[: num_results * head_dim], self.partials[num_results * head_dim :]
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillRows:
+    """Rows of several queries. The device tensors are those of ``prefill_kernel``; ``blocks`` begins with the
+    ``num_rest`` that torch cannot take. ``fresh`` has the others' rows as [begin, end) of the batch."""
+
+    spans: torch.Tensor
+    blocks: torch.Tensor
+    table: torch.Tensor
+    num_rest: int
+    fresh: list[tuple[int, int]]
+
+    @property
+    def longest_fresh(self) -> int:
+        return max((end - begin for begin, end in self.fresh), default=0)
+
+
+@dataclass(slots=True, kw_only=True)
+class TritonStep:
+    """What one step needs, the same for every layer. ``slots`` int64 [T]: where each new token goes, -1: nowhere."""
+
+    slots: torch.Tensor
+    decode: DecodeRows | None = None
+    prefill: PrefillRows | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """What a layer asks for, as the kernels take it: see ``_attend_tile`` for ``scale`` and ``cap``."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def scale(self) -> float:
+        return 2 * LOG2_E * self.scaling / self.softcap if self.softcap else LOG2_E * self.scaling
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Compile-time constants."""
+        return {
+            "WINDOW": self.window or 0,
+            "CAPPED": bool(self.softcap),
+            "HAS_SINKS": self.sinks is not None,
+        }
+
+    def may_use_torch(self, longest: int) -> bool:
+        has_window = self.window is not None and self.window < longest
+        return not (has_window or self.softcap or self.sinks is not None)
+
+
+class TritonBackend:
+    """``pool`` is [num_slabs, layers, 2, B, Hkv, D], contiguous; it may grow behind the same address.
+
+    Raises ``InvalidSetting`` where the kernels cannot run: no card, no Triton, heads too wide, a dtype they lack.
+    """
+
+    name = "triton"
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        assert pool.dim() == 6
+        assert pool.is_contiguous()
+        _require_runnable(pool)
+        self._pool = pool
+        _, num_layers, _, self.block_tokens, self._kv_heads, self._head_dim = pool.shape
+        self._slab_tokens = 2 * num_layers * self.block_tokens
+        self._layers = [pool[0, layer, 0] for layer in range(num_layers)]
+        self._dim_pad = max(LEAST_DOT_SIZE, next_power_of_2(self._head_dim))
+        self._num_sms = MOST_SMS
+        if pool.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
+
+    @cached_property
+    def decode_tuning(self) -> Tuning:
+        return decode_tuning(self._dim_pad, self._pool.element_size(), self.block_tokens)
+
+    @cached_property
+    def prefill_tuning(self) -> Tuning:
+        return prefill_tuning(self._dim_pad, self._pool.element_size())
+
+    # -- once a step ---------------------------------------------------------------------------------------------
+
+    def prepare(self, rows: Rows | Sequence[Row], scratch: StepScratch) -> TritonStep:
+        """A step with any rows, to be run once: its inputs go over in one copy."""
+        rows = rows if isinstance(rows, Rows) else Rows.of(rows)
+        decode, prefill = np.flatnonzero(rows.is_decode), np.flatnonzero(~rows.is_decode)
+        arrays: list[np.ndarray] = [rows.token_slots(block_tokens=self.block_tokens, slab_tokens=self._slab_tokens)]
+        if decode.size:
+            arrays += [rows.offsets[decode].astype(np.int32), rows.ends[decode].astype(np.int32)]
+            arrays.append(self._table(rows, decode))
+        fresh, num_rest = [], 0
+        if prefill.size:
+            spans = np.stack([rows.starts, rows.ends, rows.offsets], axis=1)[prefill].astype(np.int32)
+            is_fresh = (spans[:, 0] == 0) & (spans[:, 1] >= TORCH_TOKENS)
+            fresh = [(offset, offset + end) for _, end, offset in spans[is_fresh].tolist()]
+            blocks, num_rest = _query_blocks(spans, is_fresh, self.prefill_tuning.queries)
+            arrays += [spans, blocks, self._table(rows, prefill)]
+        there = iter(upload(arrays, self._pool.device))
+        step = TritonStep(slots=next(there))
+        if decode.size:
+            step.decode = self._decode_rows(next(there), next(there), next(there), scratch)
+        if prefill.size:
+            step.prefill = PrefillRows(
+                spans=next(there), blocks=next(there), table=next(there), num_rest=num_rest, fresh=fresh
+            )
+        return step
+
+    def static_inputs(self, limits: Limits) -> StaticInputs:
+        """For the graphs of decodes: one set serves the buckets of every batch size, in turn."""
+        return StaticInputs(
+            max_rows=limits.max_batch_size,
+            max_blocks=ceil_div(limits.max_seq_len, self.block_tokens),
+            device=self._pool.device,
+        )
+
+    def load(self, inputs: StaticInputs, rows: Rows) -> None:
+        """Write a step of decodes for the next replay, on the current stream."""
+        slots = rows.token_slots(block_tokens=self.block_tokens, slab_tokens=self._slab_tokens)
+        inputs.load(rows, slots, block_tokens=self.block_tokens)
+
+    def captured(self, inputs: StaticInputs, num_rows: int, scratch: StepScratch) -> TritonStep:
+        """The step of a graph for ``num_rows`` rows: it reads ``inputs`` and nothing of the host.
+
+        The scratch must be that of a captured step of ``num_rows`` decodes, at an address that stays.
+        """
+        decode = self._decode_rows(inputs.tokens[:num_rows], inputs.lengths[:num_rows], inputs.table, scratch)
+        return TritonStep(slots=inputs.slots[:num_rows], decode=decode)
+
+    def _table(self, rows: Rows, which: np.ndarray) -> np.ndarray:
+        """Pages of some rows, up to the last one that any of them uses."""
+        width = ceil_div(int(rows.ends[which].max()), self.block_tokens)
+        return rows.table[rows.slots[which], :width]
+
+    def _decode_rows(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scratch: StepScratch
+    ) -> DecodeRows:
+        splits = num_splits(lengths.shape[0], self._kv_heads, num_sms=self._num_sms)
+        return DecodeRows(tokens=tokens, lengths=lengths, table=table, num_splits=splits, scratch=scratch)
+
+    # -- once a layer --------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        step: TritonStep,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert query.dtype == key.dtype == self._pool.dtype, (query.dtype, self._pool.dtype)
+        query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
+        wanted = _Layer(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        out = query.new_empty(query.shape[2], query.shape[1], self._head_dim)
+        pages = self._layers[layer]
+        self._append(step.slots, pages, key, value)
+        if step.decode is not None:
+            self._decode(step.decode, pages, query, out, wanted)
+        if step.prefill is not None:
+            num_blocks = step.prefill.blocks.shape[0]
+            if step.prefill.fresh and wanted.may_use_torch(step.prefill.longest_fresh):
+                num_blocks = step.prefill.num_rest
+                _attend_fresh(step.prefill.fresh, query, key, value, out, scaling=scaling)
+            if num_blocks:
+                self._prefill(step.prefill, num_blocks, pages, query, out, wanted)
+        return out.unsqueeze(0)
+
+    def _append(self, slots: torch.Tensor, pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        from tonnage.attention.triton_kernels import append_kernel
+
+        width = self._kv_heads * self._head_dim
+        append_kernel[(slots.shape[0],)](
+            key, value, pages, slots,
+            key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+            NUM_KV_HEADS=self._kv_heads, HEAD_DIM=self._head_dim, PAGE=self.block_tokens,
+            WIDTH=next_power_of_2(width), num_warps=4,
+        )  # fmt: skip
+
+    def _decode(
+        self, rows: DecodeRows, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor, wanted: _Layer
+    ) -> None:
+        from tonnage.attention.triton_kernels import combine_kernel, decode_kernel
+
+        num_heads, splits, tuning = query.shape[1], rows.num_splits, self.decode_tuning
+        group = num_heads // self._kv_heads
+        is_split = splits > 1
+        parts, sums = rows.take_partials(num_heads, self._head_dim) if is_split else (out, out)
+        decode_kernel[(self._kv_heads, rows.num, splits)](
+            out, parts, sums, query, pages, rows.table, rows.lengths, rows.tokens,
+            out if wanted.sinks is None else wanted.sinks,
+            query.stride(1), query.stride(2), rows.table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
+            GROUP=group, GROUP_PAD=max(LEAST_DOT_SIZE, next_power_of_2(group)), TILE=tuning.keys,
+            IS_SPLIT=is_split, **self._shape, **wanted.options, **tuning.launch,
+        )  # fmt: skip
+        if is_split:
+            combine_kernel[(num_heads, rows.num)](
+                out, parts, sums, rows.tokens, splits,
+                NUM_HEADS=num_heads, HEAD_DIM=self._head_dim, DIM_PAD=self._dim_pad,
+                SPLITS_PAD=next_power_of_2(splits), num_warps=4,
+            )  # fmt: skip
+
+    def _prefill(
+        self,
+        rows: PrefillRows,
+        num_blocks: int,
+        pages: torch.Tensor,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        wanted: _Layer,
+    ) -> None:
+        from tonnage.attention.triton_prefill import prefill_kernel
+
+        num_heads, tuning = query.shape[1], self.prefill_tuning
+        prefill_kernel[(num_heads, num_blocks)](
+            out, query, pages, rows.table, rows.spans, rows.blocks, out if wanted.sinks is None else wanted.sinks,
+            query.stride(1), query.stride(2), rows.table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
+            NUM_HEADS=num_heads, QUERIES=tuning.queries, TILE=tuning.keys,
+            **self._shape, **wanted.options, **tuning.launch,
+        )  # fmt: skip
+
+    @cached_property
+    def _shape(self) -> dict[str, Any]:
+        """Compile-time constants of the pool."""
+        return {
+            "NUM_KV_HEADS": self._kv_heads,
+            "SLAB": self._slab_tokens * self._kv_heads * self._head_dim,
+            "HEAD_DIM": self._head_dim,
+            "DIM_PAD": self._dim_pad,
+            "PAGE": self.block_tokens,
+            # Tensor cores round float32 to 10 bits of mantissa; three products of parts leave about 21.
+            "PRECISION": "tf32x3" if self._pool.dtype == torch.float32 else "tf32",
+        }
+
+
+def next_power_of_2(number: int) -> int:
+    """The least one that is not below ``number``, which is at least 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def _query_blocks(spans: np.ndarray, is_fresh: np.ndarray, queries: int) -> tuple[np.ndarray, int]:
+    """Rows cut into blocks of queries, int32 [blocks, 2] as (row, first query), and how many are not of fresh rows.
+
+    Those come first, and among each kind the ones with the most keys, so that no long one is left for the end.
+    """
+    counts = spans[:, 1] - spans[:, 0]
+    num_blocks = -(-counts // queries)
+    row = np.repeat(np.arange(len(spans)), num_blocks)
+    first = (np.arange(row.size) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)) * queries
+    num_keys = np.minimum(spans[row, 0] + first + queries, spans[row, 1])
+    order = np.lexsort((-num_keys, is_fresh[row]))
+    blocks = np.stack([row, first], axis=1)[order].astype(np.int32)
+    return blocks, int(np.count_nonzero(~is_fresh[row]))
+
+
+def _attend_fresh(
+    rows: Sequence[tuple[int, int]],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scaling: float,
+) -> None:
+    for begin, end in rows:
+        part = scaled_dot_product_attention(
+            query[:, :, begin:end],
+            key[:, :, begin:end],
+            value[:, :, begin:end],
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        out[begin:end] = part[0].transpose(0, 1)
+
+
+def _require_runnable(pool: torch.Tensor) -> None:
+    remedy = "use sdpa"
+    if importlib.util.find_spec("triton") is None:
+        raise InvalidSetting("attention", "triton", "the package triton is not installed", remedy=remedy)
+    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    if pool.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise InvalidSetting("attention", "triton", f"runs on a CUDA device, not on {pool.device}", remedy=remedy)
+    if pool.shape[-1] > MOST_HEAD_DIM:
+        what = f"has heads of at most {MOST_HEAD_DIM}, the model's are {pool.shape[-1]} wide"
+        raise InvalidSetting("attention", "triton", what, remedy=remedy)
+    if pool.dtype not in DTYPES:
+        have = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise InvalidSetting("attention", "triton", f"has no cache of {pool.dtype}", remedy=f"use one of {have}")
