@@ -27,6 +27,7 @@
     ├── DeclarationExceeded       scratch asked for beyond what its backend declared          (also a MemoryError)
     ├── StartupError              a stage of start-up failed: stage, history, remedy
     ├── ResourceError             a resource manager was used wrongly: a defect of ours
+    ├── TransferFailed            blocks did not come from the host; who waits for them computes them
     └── LedgerError               an account was used wrongly: a defect of ours
 
 User errors carry the knob, the value, what was needed, what there is, and what to change. ``assert`` is for us.
@@ -256,6 +257,10 @@ class StartupError(TonnageError):
 
 class ResourceError(TonnageError):
     """A resource manager was used wrongly (freed twice, closed, unknown, cyclic): a defect, never the user's."""
+
+
+class TransferFailed(TonnageError):
+    """KV blocks did not come from the host. They are out of the cache; who waits for them computes all by itself."""
 
 
 class LedgerError(TonnageError):

@@ -261,7 +261,7 @@ def test_the_step_s_rollback_takes_admissions_back():
     dispatcher, kv, slots = real()
     txn = Txn()
     grants = dispatcher.admit(request("a", 12), txn)
-    assert grants == {"slots": Grant(units=1), "kv": Grant(units=3)}
+    assert grants == {"slots": Grant(units=1), "kv": Grant(cached_tokens=0, units=3)}
     assert dispatcher.admit(request("b", 12), txn) == Deferral(manager="kv", need=3, have=1)
     assert slots.slot_of("a") == 0
     txn.rollback()

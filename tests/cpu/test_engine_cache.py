@@ -5,9 +5,11 @@ Text is compared with an engine that keeps nothing, which ``test_engine`` compar
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from test_engine import assert_idle, drain, options
 
 from tonnage.budget.reference.knobs import ReferenceKnobs
@@ -16,8 +18,9 @@ from tonnage.config import Setting
 from tonnage.device.host import HostDriver
 from tonnage.engine import start
 from tonnage.errors import DoesNotFit, InvalidSetting
+from tonnage.report.run_table import show_run
 from tonnage.sampling import SamplingParams
-from tonnage.terms import LineKind
+from tonnage.terms import IDLE_TIER, HostPlan, LineKind
 from tonnage.units import MiB
 
 B = 16
@@ -98,7 +101,7 @@ def test_hits_survive_eviction_through_the_host_tier(tiny_llama, plain):
     host_bytes = 48 * slab_bytes + 100
     with start(asked(tiny_llama, kv_tokens=10 * B, host_kv_bytes=host_bytes)) as engine:
         assert engine.plan.kv.layout.slab_bytes == slab_bytes
-        assert engine.plan.host.kv_bytes == host_bytes
+        assert engine.plan.host == HostPlan(kv_bytes=host_bytes, taken_bytes=48 * slab_bytes)
         assert any("48 blocks" in told and "100 bytes of what was asked" in told for told in engine.plan.warnings)
         first, second = serve(engine), serve(engine, name="again")
         assert texts_of(first) == texts_of(second) == plain
@@ -132,6 +135,49 @@ def test_the_tier_lies_beside_the_device_and_its_books_inside(tiny_llama):
         assert not any("tables holds" in told for told in plan.warnings)
         assert drivers[0].own_bytes() < 320 * MiB
     assert drivers[0].close() == ()
+
+
+@pytest.mark.parametrize("policy", ["own", "reference"])
+def test_without_a_prefix_cache_no_tier_is_taken_and_the_plan_says_so(tiny_llama, plain, policy):
+    """A tier that could not be had at all is not looked for."""
+    if policy == "own":
+        made = asked(tiny_llama, kv_tokens=10 * B, prefix_caching=False, host_kv_bytes=2**50)
+    else:
+        reference = ReferenceKnobs(
+            tokens_per_block=B, max_tokens=10 * B, host_cache_bytes=2**50, enable_block_reuse=False
+        )
+        made = replace(options(tiny_llama), reference=reference)
+    with start(made) as engine:
+        assert texts_of(serve(engine)) == plain
+        assert engine.stats()["kv.host_capacity"] == 0
+        assert engine.plan.host == HostPlan(kv_bytes=2**50, taken_bytes=0)
+        assert engine.plan.warnings.count(f"host_kv_bytes has no effect here: {IDLE_TIER}") == 1
+        (row,) = (row for row in engine.result().audit if row.line == LineKind.TABLES)
+        assert 0 < row.actual_bytes <= row.planned_bytes
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_books_are_priced_to_the_byte(tiny_llama, prefix_caching):
+    """One entry more than there are blocks is a slot for the id that stands for none."""
+    made = asked(tiny_llama, kv_tokens=10 * B, prefix_caching=prefix_caching)
+    without_penalties = replace(made.knobs, disabled_claims=frozenset({"penalty tables"}))
+    with start(replace(made, knobs=without_penalties)) as engine:
+        (row,) = (row for row in engine.result().audit if row.line == LineKind.TABLES)
+        assert 0 < row.actual_bytes <= row.planned_bytes
+        assert not any("tables holds" in told for told in engine.plan.warnings)
+
+
+def test_a_small_pool_is_not_over_a_plan_that_the_probes_knew_nothing_of(tiny_llama):
+    with start(asked(tiny_llama, kv_tokens=10 * B, max_batch_size=32)) as engine:
+        result = engine.result()
+        (row,) = (row for row in result.audit if row.line == LineKind.KV)
+        assert row.high_water_bytes > row.planned_bytes >= row.actual_bytes
+        out = io.StringIO()
+        show_run(result, Console(file=out, width=120), with_plan=False)
+        (told,) = (line for line in out.getvalue().splitlines() if line.startswith("kv "))
+        assert " in probe " in told
+        assert "within now" in told
+        assert "over" not in told
 
 
 def test_the_reference_host_cache_size_is_obeyed(tiny_llama, plain):

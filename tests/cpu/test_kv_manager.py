@@ -63,7 +63,7 @@ def test_whole_life_blocks(prompt, new, block_tokens, blocks):
 def test_a_life_uses_exactly_its_reservation():
     kv = manager()
     wanted = request("a", 6, 11)
-    assert kv.admit(wanted, Txn()) == Grant(units=4)
+    assert kv.admit(wanted, Txn()) == Grant(cached_tokens=0, units=4)
     run(kv, step(("a", 0, 6)))
     remaining = [kv.remaining(wanted)]
     for position in range(6, 16):
@@ -94,7 +94,7 @@ def test_a_deferral_says_need_and_have_and_takes_nothing():
     txn = Txn()
     assert kv.admit(request("b", 13, 4), txn) == Deferral(manager="kv", need=4, have=3)
     assert kv.available() == 3
-    assert kv.admit(request("c", 12, 1), Txn()) == Grant(units=3)
+    assert kv.admit(request("c", 12, 1), Txn()) == Grant(cached_tokens=0, units=3)
 
 
 def test_without_a_row_the_sequence_waits():
@@ -195,7 +195,7 @@ def test_a_wrong_step_is_refused_before_anything_changes(items):
 def test_a_step_that_lacks_blocks_is_told_before_and_vetoed_if_it_comes_all_the_same():
     kv = manager(4, admission=Guess())
     for name in "ab":
-        assert kv.admit(request(name, 6, 10), Txn()) == Grant(units=2)
+        assert kv.admit(request(name, 6, 10), Txn()) == Grant(cached_tokens=0, units=2)
         run(kv, step((name, 0, 6)))
     # Both grow into a third block; none is free.
     assert kv.short_of(("a",), np.array([8])) == 0
@@ -217,7 +217,7 @@ def test_expectations_that_rise_leave_nothing_and_never_less():
         policy.finished(1)
     kv = manager(admission=policy)
     for name in "ab":
-        assert kv.admit(request(name, 6, 15), Txn()) == Grant(units=2)
+        assert kv.admit(request(name, 6, 15), Txn()) == Grant(cached_tokens=0, units=2)
     assert kv.available() == 4
     for _ in range(4):
         policy.suspended()
@@ -235,7 +235,7 @@ def test_a_suspended_request_comes_back_with_its_output():
     back = request("a", 5, 15)
     back.token_ids += [1] * 7
     # 7 are generated and one more is expected: 12 tokens are written. From the prompt alone it would be 5.
-    assert kv.admit(back, Txn()) == Grant(units=3)
+    assert kv.admit(back, Txn()) == Grant(cached_tokens=0, units=3)
     assert kv.watermarks("a") == Watermarks(scheduled=0, computed=0, committed=0)
     run(kv, step(("a", 0, 8)))
     assert kv.stats()["reserved"] == 1
@@ -251,7 +251,7 @@ def test_extra_tokens_are_reserved_beyond_the_end():
     assert kv.claims(limits)[0].cost == Fixed(bytes=2 * kv.table.nbytes)
     wanted = request("a", 6, 11)  # 16 tokens are written, and 3 more may be tried
     assert kv.lifetime_need(wanted) == 5
-    assert kv.admit(wanted, Txn()) == Grant(units=5)
+    assert kv.admit(wanted, Txn()) == Grant(cached_tokens=0, units=5)
     run(kv, step(("a", 0, 6)))
     run(kv, step(("a", 6, 13)))
     assert kv.remaining(wanted) == 0
@@ -378,7 +378,7 @@ def test_the_decode_probe_runs_as_it_is():
     probes = kv.probe("decode", limits)
     assert len(probes) == 3
     for probe in probes:
-        assert kv.admit(probe, Txn()) == Grant(units=1)
+        assert kv.admit(probe, Txn()) == Grant(cached_tokens=0, units=1)
     run(kv, step(*((probe.id, 1, 1) for probe in probes)))
     assert np.unique(np.concatenate([kv.block_ids(probe.id) for probe in probes])).size == 3
     assert kv.probe("encoder", limits) == ()

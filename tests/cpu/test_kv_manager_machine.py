@@ -147,7 +147,7 @@ class Books:
         held = [block for name in self.live for block in self.kv.block_ids(name).tolist()]
         held += [block for pin in self.pins for block in pin.ids]
         waiting = (*self.kv._holdings._partials.values(), *self.kv._holdings._copied.values())
-        return held + [block for one in waiting for block in one.sources], self.cache.room.loading()
+        return held + [block for one in waiting for block in one.sources], self.cache.incoming.ids()
 
     def have(self):
         held, loading = self.holders()
@@ -297,7 +297,7 @@ class Books:
             assert have < answer.need <= full  # 20
         else:
             assert answer.need > answer.have
-        assert self.live or self.pins or self.cache.room.loading(), "the first request in an empty pool gets in"
+        assert self.live or self.pins or self.cache.incoming.ids(), "the first request in an empty pool gets in"
 
     def what_is_found_is_what_is_there(self, cached, least, most, request):
         """5, 6, 7: at least what runs has committed, at most what was ever stored; all of it while nothing is gone.
@@ -537,7 +537,7 @@ class Books:
         if not self.policy.may_suspend and not self.pins:
             ends = np.array([self.kv.kv_tokens(life.request) for life in self.live.values()], np.int64)
             short = self.dispatcher.short_of(tuple(self.live), ends)
-            waiting = len(self.kv._holdings._partials) + len(self.cache.room.loading())
+            waiting = len(self.kv._holdings._partials) + len(self.cache.incoming.ids())
             assert (0 if short is None else short.need) <= waiting
 
     def what_is_to_come_only_falls(self):

@@ -133,7 +133,7 @@ def test_entries_that_nobody_computed_are_not_shared():
 def test_a_claim_costs_what_nobody_holds_yet():
     """20: what is shared with somebody who runs is for nothing; what was only cached is not free any more."""
     kv = manager(12)
-    assert admit(kv, ask("a", TEXT[:9], 4)) == Grant(units=3)
+    assert admit(kv, ask("a", TEXT[:9], 4)) == Grant(cached_tokens=0, units=3)
     plan = step(("a", 0, 9))
     launch(kv, plan)
     kv.update(plan, None)
@@ -388,7 +388,7 @@ def test_it_does_not_wait_for_one_that_stands_still():
     admit(kv, ask("a", TEXT[:16], 2))
     other = ask("b", TEXT[:16], 2)
     assert isinstance(kv.admit(other, Txn()), Deferral)
-    assert kv.admit(other, Txn()) == Grant(units=5)
+    assert kv.admit(other, Txn()) == Grant(cached_tokens=0, units=5)
 
 
 @pytest.mark.parametrize("end", ["free", "rollback", "compute"])
@@ -411,13 +411,13 @@ def test_it_does_not_wait_for_what_will_not_come(end):
 def test_who_could_not_use_it_does_not_wait(fields):
     kv = manager(20)
     admit(kv, ask("a", TEXT[:16], 2))
-    assert admit(kv, ask("b", TEXT[:16], 2, **fields)) == Grant(units=5)
+    assert admit(kv, ask("b", TEXT[:16], 2, **fields)) == Grant(cached_tokens=0, units=5)
 
 
 def test_nobody_waits_for_the_block_of_its_last_token():
     kv = manager(20)
     admit(kv, ask("a", TEXT[:16], 2))
-    assert admit(kv, ask("b", TEXT[:4], 2)) == Grant(units=2)
+    assert admit(kv, ask("b", TEXT[:4], 2)) == Grant(cached_tokens=0, units=2)
     assert isinstance(kv.admit(ask("c", TEXT[:5], 2), Txn()), Deferral)
 
 

@@ -316,7 +316,7 @@ def test_who_finds_no_tokens_gives_its_claim_back_and_stays_at_the_head():
         log.ask(name, length, 2)
     log.engine.step()
     assert log.steps() == [[("first", 0, 60)]]
-    assert log.kv.calls[:3] == [("admit", "first"), ("admit", "second"), ("return", "second")]
+    assert log.kv.calls[:4] == [("loading",), ("admit", "first"), ("admit", "second"), ("return", "second")]
     assert list(log.kv.held) == ["first"]
     assert log.engine.stats()["slots.used"] == 1
     assert log.engine._scheduler.head().id == "second"
@@ -415,7 +415,7 @@ def test_with_nothing_else_to_do_the_engine_waits_for_a_load():
     log.ask("a", 40, 3)
     log.ask("b", 40, 3)
     assert log.engine.step() == []
-    assert log.kv.calls == [("admit", "a"), ("admit", "b"), ("committed",), ("wait_loaded",)]
+    assert log.kv.calls == [("loading",), ("admit", "a"), ("admit", "b"), ("committed",), ("wait_loaded",)]
     assert log.kv.begun == ["b"]
     assert log.steps() == []
     done = log.drain()

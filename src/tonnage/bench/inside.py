@@ -109,7 +109,7 @@ def wrong_contents(engine: Engine) -> tuple[int, list[str]]:
 
 def settle(engine: Engine) -> None:
     """Loads that nobody waits for any more come to their end."""
-    _cache(engine).room.wait_all()
+    _cache(engine).incoming.wait_all()
 
 
 def lost_blocks(engine: Engine) -> list[str]:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
 
-from tonnage.engine.delivery import completion_of, take, tell_all, tell_end
+from tonnage.engine.delivery import take, tell_all
+from tonnage.engine.endings import Endings
 from tonnage.engine.events import Event, EventKind, OnEvent, computed_events, event_of
 from tonnage.engine.faults import culprit, release_frames
 from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.outcome import Outcome
+from tonnage.engine.picked import Scheduled
 from tonnage.engine.refusals import refuse_impossible
 from tonnage.engine.request import Completion, Finish, OnDelta, Progress, Request, prompt_ids
 from tonnage.engine.retry import Care, Failed, told
 from tonnage.engine.runtime import Runtime
-from tonnage.engine.scheduler import Scheduled, Scheduler
+from tonnage.engine.scheduler import Scheduler
 from tonnage.engine.text import Message, Text
-from tonnage.errors import InputError, RequestRefused, UserError
+from tonnage.errors import InputError, RequestRefused, TransferFailed, UserError
 from tonnage.report import RunResult, StageRecord
 from tonnage.resources.cache_events import OnEvents
 from tonnage.resources.gate import Gate
@@ -64,13 +66,12 @@ class Engine:
         )
         self._may_retry = all(manager.rerunnable for manager in runtime.managers.dispatcher.managers)
         self._ids: set[str] = set()
-        self._done: deque[Request] = deque()
-        self._completions: list[Completion] = []
-        self._counts = dict.fromkeys(Finish, 0)
-        self._num_waited = self._prompt_tokens = self._generated_tokens = self._cached_tokens = self._num_steps = 0
+        self._endings = Endings(self._scheduler, text, runtime.managers.admission, self._event)
+        self._prompt_tokens = self._generated_tokens = self._num_steps = 0
         self._culprits: Counter[str] = Counter()
         self._care = Care(max_num_tokens=self.plan.limits.max_num_tokens)
         self._in_step = threading.Lock()
+        self._is_closed = False
         self._serving_ns = 0
         self._settled_ns = time.monotonic_ns()
 
@@ -110,6 +111,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue it, in order of arrival. Raises ``InputError`` if a live request has the same id."""
+        self._require_open()
         if request.id in self._ids:
             raise InputError(f"There is a request {request.id!r} already", remedy="give every request its own id")
         with deferred_interrupts():
@@ -121,33 +123,36 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """Stop a request; what it generated so far comes with the next ``step``. Unknown ids are fine."""
         with deferred_interrupts():
-            request = self._scheduler.remove(request_id)
-            if request is not None:
-                request.finish = request.finish or Finish.CANCELLED
-                self._done.append(request)
+            self._endings.cancel(request_id)
 
     def pin(self, request_id: str) -> PinHandle:
         """Keep what is computed of a running request cached until the handle is closed, though it ends before.
 
         Raises ``InputError`` if no such request runs.
         """
+        self._require_open()
         if request_id not in self._scheduler.running:
             raise InputError(f"No request {request_id!r} is running", remedy="pin it while it runs")
         with deferred_interrupts():
-            return self._runtime.managers.kv.pin(request_id)
+            return self._runtime.managers.kv.pin(request_id, guard=deferred_interrupts)
 
     def subscribe_cache(self, callback: OnEvents) -> Callable[[], None]:
         """Tell ``callback`` of every block that enters or leaves the prefix cache, after the step in which it did.
 
         Returns what ends that. A callback that raises is dropped; it must not call back into the engine.
         """
+        self._require_open()
+        if not callable(callback):
+            raise InputError(f"A subscriber of the cache is called: {callback!r} cannot be", remedy="pass a function")
         return self._cache.events.subscribe(callback)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._done or self._completions or self._scheduler.num_running or self._scheduler.num_waiting)
+        endings, scheduler = self._endings, self._scheduler
+        has_some = endings.done or endings.completions or scheduler.num_running or scheduler.num_waiting
+        return bool(has_some) and not self._is_closed
 
     def step(self) -> list[Completion]:
         """One forward over whatever is due, or a wait for a load; returns the requests that ended since the last call.
@@ -157,6 +162,7 @@ class Engine:
         ``KeyboardInterrupt`` comes after the step; what it finished is then returned by the next call.
         Raises ``UserError`` if another thread is in a step, or this one is.
         """
+        self._require_open()
         began = time.monotonic_ns()
         with deferred_interrupts(), self._alone(), self._runtime.active():
             try:
@@ -165,9 +171,11 @@ class Engine:
                 self._cache.events.flush()
             finally:
                 self._serving_ns += time.monotonic_ns() - began
-            self._complete_all()
+            self._endings.complete_all()
+        done = self._endings.completions
+        self._ids.difference_update(one.request_id for one in done)
         # On one line: an interrupt comes before it and they stay for the next call, or after it and they are told.
-        return (self._completions.copy(), self._completions.clear())[0]  # type: ignore[func-returns-value]
+        return (done.copy(), done.clear())[0]  # type: ignore[func-returns-value]
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -184,7 +192,6 @@ class Engine:
 
     def _step(self) -> None:
         self._cache.begin_step()
-        self._load(self._scheduler.start_loaded)
         failed = self._attempt(self._care.next_limit(), is_last=False)
         if failed is not None:
             # Out here the exception and its frames are gone, and with them the tensors of the failed step.
@@ -203,6 +210,7 @@ class Engine:
         scheduled: Scheduled | None = None
         outcome: Outcome | None = None
         try:
+            self._load(self._scheduler.start_loaded)
             scheduled = self._scheduler.schedule(txn, max_tokens=max_tokens)
             if scheduled is not None:
                 self._runtime.managers.dispatcher.prepare(scheduled.plan, txn)
@@ -218,25 +226,22 @@ class Engine:
             self._load(self._runtime.managers.dispatcher.committed)
             if scheduled is not None and outcome is not None:
                 self._commit(scheduled, outcome)
-            elif self._scheduler.loading and not self._done:  # nothing else to do
+            elif not self._endings.done:  # nothing else to do
                 self._load(self._runtime.managers.dispatcher.wait_loaded)
         except Exception as error:  # noqa: BLE001 - a manager that cannot move on takes its step with it, not the loop
             self._fail_step(scheduled, error)
         return None
 
     def _load(self, action: Callable[[], None]) -> None:
-        """Do what a load may make fail: whoever loads then computes all by itself. It is raised if nobody does."""
+        """Do what a load may make fail: whoever loads then computes all by itself, and nobody else is hurt."""
         try:
             action()
-        except Exception as error:
-            loading = list(self._scheduler.loading.values())
-            if not loading:
-                raise
-            for request in loading:
+        except TransferFailed as error:
+            for request in list(self._scheduler.loading.values()):
                 if request.params.cache.reuse:
                     self._scheduler.give_up_loading(request.id)
                 else:
-                    self._fail(request.id, f"its cached tokens could not be loaded: {told(error)}")
+                    self._endings.fail(request.id, f"its cached tokens could not be loaded: {told(error)}")
 
     def _contain(self, scheduled: Scheduled | None, error: Exception, limit: int, *, is_last: bool) -> Failed | None:
         """Out of memory is tried again smaller, a veto as it was: nothing was launched. The rest fails its requests."""
@@ -261,8 +266,8 @@ class Engine:
         if self._runtime.chunking.is_on:
             return
         for request_id in failed.too_long:
-            if request_id not in self._scheduler.running:
-                self._fail(request_id, failed.told)
+            if not self._scheduler.may_be_cut(request_id):
+                self._endings.fail(request_id, failed.told)
 
     def _commit(self, scheduled: Scheduled, outcome: Outcome) -> None:
         """The step is done: move every request on, then hand tokens out, then let the finished go.
@@ -271,6 +276,10 @@ class Engine:
         or raises can leave one half moved.
         """
         plan = scheduled.plan
+        if not all(outcome.finite):
+            for request_id, is_finite in zip(outcome.request_ids, outcome.finite, strict=True):
+                if not is_finite:
+                    self._runtime.managers.kv.distrust(request_id)
         self._runtime.managers.dispatcher.update(plan, outcome)
         self._scheduler.batch.advance(plan, scheduled.slots, np.asarray(outcome.tokens, np.int64))
         if self.observe is not None:
@@ -279,19 +288,13 @@ class Engine:
         self._generated_tokens += len(outcome.tokens)
         ended, deltas = take(outcome, self._scheduler.running)
         for request in ended:
-            self._end(request)
+            self._endings.end(request)
         raised = tell_all(deltas)
         for request, _ in deltas:
             if request.finish is not None:
-                self._end(request)
+                self._endings.end(request)
         if raised is not None:
             raise raised
-
-    def _end(self, request: Request) -> None:
-        """Out of the scheduler, unless it has left already."""
-        if self._scheduler.running.get(request.id) is request:
-            self._scheduler.remove(request.id)
-            self._done.append(request)
 
     def _fail_step(self, scheduled: Scheduled | None, error: Exception) -> None:
         """The step's requests end with the error. Without a plan whoever was being admitted does, or nothing would
@@ -303,34 +306,7 @@ class Engine:
             suspect = self._scheduler.admitting or self._scheduler.head()
             failing = [suspect.id] if suspect is not None else []
         for request_id in failing:
-            self._fail(request_id, f"the step failed: {told(error)}")
-
-    def _fail(self, request_id: str, reason: str) -> None:
-        request = self._scheduler.remove(request_id)
-        if request is not None:
-            request.finish, request.error = Finish.ERROR, reason
-            self._done.append(request)
-
-    def _complete_all(self) -> None:
-        """Completions of all that ended. A listener's last word may raise: that too loses no completion."""
-        while self._done:
-            request = self._done[0]
-            raised = tell_end(request)
-            self._completions.append(self._complete(request))
-            self._done.popleft()
-            if raised is not None:
-                raise raised
-
-    def _complete(self, request: Request) -> Completion:
-        assert request.finish is not None
-        self._ids.discard(request.id)
-        self._counts[request.finish] += 1
-        self._num_waited += request.waited
-        self._cached_tokens += request.num_cached_tokens
-        if request.finish in (Finish.STOP, Finish.LENGTH):
-            self._runtime.managers.admission.finished(request.num_generated_tokens)
-        self._event(EventKind.ENDED, request)
-        return completion_of(request, self.text)
+            self._endings.fail(request_id, f"the step failed: {told(error)}")
 
     # -- what is going on ----------------------------------------------------------------------------------------
 
@@ -360,7 +336,7 @@ class Engine:
     def progress(self) -> Progress:
         kv = self._runtime.managers.kv
         return Progress(
-            num_finished=sum(self._counts.values()),
+            num_finished=sum(self._endings.counts.values()),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             kv_used_tokens=kv.num_used * kv.block_tokens,
@@ -368,28 +344,38 @@ class Engine:
             generated_tokens=self._generated_tokens,
             num_suspensions=self._scheduler.num_suspensions,
             num_loading=len(self._scheduler.loading),
-            cached_prompt_tokens=self._cached_tokens,
+            cached_prompt_tokens=self._endings.cached_tokens,
         )
 
     def result(self) -> RunResult:
         """What has happened since start-up, with the ledger as it stands now."""
+        counts = self._endings.counts
         return self._runtime.result(
-            finished=self._counts[Finish.STOP] + self._counts[Finish.LENGTH],
-            failed=self._counts[Finish.ERROR],
-            cancelled=self._counts[Finish.CANCELLED],
-            waited=self._num_waited,
+            finished=counts[Finish.STOP] + counts[Finish.LENGTH],
+            failed=counts[Finish.ERROR],
+            cancelled=counts[Finish.CANCELLED],
+            waited=self._endings.num_waited,
             suspensions=self._scheduler.num_suspensions,
             retried_steps=tuple(self._culprits.elements()),
             prompt_tokens=self._prompt_tokens,
-            cached_prompt_tokens=self._cached_tokens,
+            cached_prompt_tokens=self._endings.cached_tokens,
             generated_tokens=self._generated_tokens,
             elapsed_ms=self._serving_ns // 10**6,
             stages=self.stages,
         )
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
-        self._runtime.close()
+        """Give the memory back; idempotent. Requests that still run end with it, and nobody is told.
+
+        Raises ``UserError`` in the middle of a step: from a callback, or another thread.
+        """
+        with self._alone():
+            self._is_closed = True
+            self._runtime.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UserError("This engine is closed", remedy="start another one")
 
     def __enter__(self) -> Engine:
         return self

@@ -9,9 +9,9 @@ import numpy as np
 
 from tonnage.engine.batch import Batch
 from tonnage.engine.managers import Managers
+from tonnage.engine.picked import Scheduled
 from tonnage.engine.request import Request
 from tonnage.engine.sampling import SamplingRows
-from tonnage.engine.scheduler import Scheduled
 from tonnage.resources.mover import Ids
 from tonnage.resources.penalties import PenaltyTensors
 from tonnage.step import Ints, StepPlan

@@ -19,8 +19,8 @@ from tonnage.engine.batch import Batch
 from tonnage.engine.executor import Executor
 from tonnage.engine.inputs import StepInputs
 from tonnage.engine.managers import Managers
+from tonnage.engine.picked import Scheduled
 from tonnage.engine.request import Request
-from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.site import Site, StepPeak
 from tonnage.layout import KVLayout
 from tonnage.resources.base import RequestView

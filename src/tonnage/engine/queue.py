@@ -73,6 +73,9 @@ class WaitingQueue:
             turn.overtaken.num_overtaken -= 1
         self.push(turn.request)
 
+    def find(self, request_id: str) -> Request | None:
+        return self._live.get(request_id)
+
     def remove(self, request_id: str) -> Request | None:
         return self._live.pop(request_id, None)
 

@@ -122,9 +122,9 @@ def _unknown_ids(params: SamplingParams, vocab_size: int) -> str:
     return ""
 
 
-def held_back(request: Request, short: Deferral) -> ResourceError:
-    """Who runs alone waits for nobody but the caller, and would for ever."""
+def held_back(request: Request, short: Deferral, needs: str) -> ResourceError:
+    """Who runs alone waits for nobody but the caller, and would for ever. ``needs``: in words, all or more."""
     return ResourceError(
-        f"request {request.id!r} runs alone and needs {short.need} more of {short.manager!r}, which has {short.have}: "
-        f"{short.held_back} cannot be taken back. To change: close pins, or start with more memory"
+        f"request {request.id!r} runs alone and {needs} {short.need} {short.unit}s of {short.manager!r}, which has "
+        f"{short.have}: {short.held_back} cannot be taken back. To change: close pins, or start with a larger KV cache"
     )

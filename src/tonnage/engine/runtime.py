@@ -12,7 +12,7 @@ from tonnage.engine.inputs import StepInputs
 from tonnage.engine.managers import Managers
 from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Outcome
-from tonnage.engine.scheduler import Scheduled
+from tonnage.engine.picked import Scheduled
 from tonnage.engine.site import Site
 from tonnage.ledger import Ledger
 from tonnage.report import RunResult
@@ -94,6 +94,8 @@ class DeviceRuntime:
 
     def close(self) -> None:
         """Drop every tensor over our memory, then give the memory back; idempotent."""
-        self.executor.close()
-        self.managers.dispatcher.close()
-        self.site.close()
+        try:
+            self.executor.close()
+            self.managers.dispatcher.close()
+        finally:
+            self.site.close()

@@ -17,13 +17,14 @@ sequence is never suspended, so it finishes, and then the next one is the oldest
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from tonnage.engine.batch import Batch
 from tonnage.engine.events import EventKind
 from tonnage.engine.options import Chunking
+from tonnage.engine.picked import Picked, Scheduled
 from tonnage.engine.queue import MAX_OVERTAKEN, Turn, WaitingQueue
 from tonnage.engine.refusals import held_back
 from tonnage.engine.request import Request
@@ -35,30 +36,6 @@ from tonnage.resources.gate import Chunk, Gate, Room, Rows
 from tonnage.resources.slots import SlotManager
 from tonnage.step import Ints, StepPlan, Txn
 from tonnage.units import round_down
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scheduled:
-    """A step's plan, and the slot of each of its rows."""
-
-    plan: StepPlan
-    slots: Ints
-
-
-@dataclass(slots=True, eq=False)
-class _Picked:
-    """The rows of a step while it is put together: how many tokens of which slot. Decodes come first."""
-
-    slots: Ints
-    counts: Ints
-
-    def without(self, slot: int) -> _Picked:
-        keep = self.slots != slot
-        return _Picked(self.slots[keep], self.counts[keep])
-
-    def plus(self, slots: list[int], counts: list[int]) -> _Picked:
-        """With chunks more."""
-        return _Picked(np.append(self.slots, slots), np.append(self.counts, counts)) if slots else self
 
 
 class Scheduler:
@@ -128,6 +105,10 @@ class Scheduler:
         """Who is next to be admitted, or else the oldest running request."""
         return self._waiting.peek() or self._oldest()
 
+    def find(self, request_id: str) -> Request | None:
+        """The request wherever it stands; None if it is not here."""
+        return self._running.get(request_id) or self._waiting.find(request_id)
+
     def remove(self, request_id: str) -> Request | None:
         """Take a request out wherever it stands and give back what it holds; None if it is not here."""
         request = self._running.get(request_id)
@@ -153,9 +134,8 @@ class Scheduler:
             request.params = replace(request.params, cache=replace(request.params.cache, reuse=False))
 
     def start_loaded(self) -> None:
-        """Those whose blocks have come take part in steps from now on."""
-        if not self._loading:
-            return
+        """Those whose blocks have come take part in steps from now on. Also asked for where nobody waits: what has come
+        is then let go."""
         still = self._dispatcher.loading()
         for request in [request for request in self._loading.values() if request.id not in still]:
             del self._loading[request.id]
@@ -163,12 +143,14 @@ class Scheduler:
 
     def _requeue(self, request_id: str) -> Request:
         request = self._running[request_id]
-        self._stop(request)
-        request.num_computed_tokens = 0
-        request.num_suspended += 1
-        self.num_suspensions += 1
-        self._waiting.push(request)
-        self._on_event(EventKind.SUSPENDED, request)
+        try:
+            self._stop(request)
+        finally:
+            request.num_computed_tokens = 0
+            request.num_suspended += 1
+            self.num_suspensions += 1
+            self._waiting.push(request)
+            self._on_event(EventKind.SUSPENDED, request)
         return request
 
     def _stop(self, request: Request) -> None:
@@ -204,7 +186,8 @@ class Scheduler:
             room = self._gate.room(self._charged(rows.slots), max_tokens=max_tokens)
             if prefills:
                 rows = self._continue_prefills(rows, prefills, room, txn)
-            rows = self._admit(rows, room, txn)
+            if not self._starves(prefills, rows):
+                rows = self._admit(rows, room, txn)
         if not rows.slots.size:
             return None
         starts = self.batch.computed[rows.slots]
@@ -218,12 +201,12 @@ class Scheduler:
         self._next_step += 1
         return Scheduled(plan, rows.slots)
 
-    def _decodes(self, slots: Ints, max_tokens: int | None) -> _Picked:
+    def _decodes(self, slots: Ints, max_tokens: int | None) -> Picked:
         """One token for every sequence that decodes: the oldest ones, where the step cannot take them all."""
         kept = self._gate.num_within(self._charged(slots), num_decodes=slots.size, max_tokens=max_tokens)
         if kept < slots.size:
             slots = np.array(sorted(slots.tolist(), key=lambda slot: self._at(slot).arrival)[:kept], np.int64)
-        return _Picked(slots, self._ones[: slots.size])
+        return Picked(slots, self._ones[: slots.size])
 
     def _charged(self, slots: Ints) -> Rows[Ints]:
         """Decodes as the gate counts them."""
@@ -236,7 +219,7 @@ class Scheduler:
         found.sort(key=lambda request: (request.num_overtaken < MAX_OVERTAKEN, -request.priority, request.arrival))
         return found
 
-    def _continue_prefills(self, rows: _Picked, prefills: list[Request], room: Room, txn: Txn) -> _Picked:
+    def _continue_prefills(self, rows: Picked, prefills: list[Request], room: Room, txn: Txn) -> Picked:
         """Chunks of running prompts. A waiting request of a higher priority than all of them goes first.
 
         A prompt that gets no tokens is passed once more, as in the queue: after so many times it is its turn.
@@ -255,6 +238,16 @@ class Scheduler:
         oldest = min(prefills, key=lambda request: request.arrival)
         oldest.num_overtaken += oldest.slot not in slots
         return self._make_room(rows.plus(slots, counts))
+
+    def _starves(self, prefills: list[Request], rows: Picked) -> bool:
+        """Whether a running prompt was passed too often and got nothing again: it may be too long for what is left of a
+        step as long as others come in, so nobody does until it has had its turn."""
+        return any(one.num_overtaken >= MAX_OVERTAKEN and one.slot not in rows.slots for one in prefills)
+
+    def may_be_cut(self, request_id: str) -> bool:
+        """Whether what is left of a running prompt may come in pieces."""
+        request = self._running.get(request_id)
+        return request is not None and (self._chunking.is_on or self._rest(request).rest > self._max_num_tokens)
 
     def _rest(self, request: Request) -> Chunk:
         """All that is to be computed of a running sequence."""
@@ -288,7 +281,7 @@ class Scheduler:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _make_room(self, rows: _Picked) -> _Picked:
+    def _make_room(self, rows: Picked) -> Picked:
         """Suspend until what is left of the step finds its blocks."""
         while rows.slots.size:
             ends = self.batch.computed[rows.slots] + rows.counts
@@ -303,14 +296,14 @@ class Scheduler:
             rows = rows.without(slot)
         return rows
 
-    def _alone_and_short(self, rows: _Picked, short: Deferral) -> _Picked:
+    def _alone_and_short(self, rows: Picked, short: Deferral) -> Picked:
         """One sequence alone always fits, but for what nobody here can take back: pins are the caller's to close, and
         it would wait for ever. Anything else comes back by itself, transfers that are under way."""
         oldest = self._oldest()
         assert oldest is not None
         if short.held_back:
             self.admitting = oldest
-            raise held_back(oldest, short)
+            raise held_back(oldest, short, "needs another")
         return rows.without(oldest.slot)
 
     def _victims(self) -> Iterator[Request]:
@@ -319,7 +312,7 @@ class Scheduler:
         others = (request for request in self._running.values() if request is not oldest)
         return iter(sorted(others, key=lambda request: (request.priority, -request.arrival)))
 
-    def _admit(self, rows: _Picked, room: Room, txn: Txn, *, above: int | None = None) -> _Picked:
+    def _admit(self, rows: Picked, room: Room, txn: Txn, *, above: int | None = None) -> Picked:
         """Let in who waits, in turn, while the step has tokens for a chunk; only priorities ``above``, if given."""
         slots: list[int] = []
         counts: list[int] = []
@@ -345,11 +338,14 @@ class Scheduler:
         txn.undo(claim.rollback)
         if isinstance(answer, Deferral):
             if answer.held_back and not self._running:
-                raise held_back(request, answer)
+                raise held_back(request, answer, "needs")
             self._note_deferral(answer)
             return None
         grants = answer.values()
-        cached = max(grant.cached_tokens for grant in grants)  # managers without a cache have nothing of it
+        found = {grant.cached_tokens for grant in grants if grant.cached_tokens is not None}
+        if len(found) > 1:
+            raise ResourceError(f"managers begin {request.id!r} at different tokens: {sorted(found)}")
+        cached = max(found, default=0)
         is_loading = any(grant.is_loading for grant in grants)
         if cached >= len(request.token_ids):
             raise ResourceError(f"{cached} of the {len(request.token_ids)} tokens of {request.id!r} are cached")

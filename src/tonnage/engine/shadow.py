@@ -59,6 +59,12 @@ class Shadow:
         self._read(inputs)
         self._write(inputs)
 
+    def spoil(self, inputs: StepInputs, row: int) -> None:
+        """What that row of the step wrote are no entries."""
+        positions = np.arange(inputs.plan.starts[row], inputs.plan.ends[row])
+        slots = inputs.table[inputs.slots[row], positions // self.block_tokens]
+        self.device[slots, positions % self.block_tokens] = EMPTY
+
     def take_scratch(self, num_slots: int) -> None:
         """Somebody works in the first so many slots now: they hold nothing of the cache's."""
         self._num_scratch = num_slots

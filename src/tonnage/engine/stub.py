@@ -27,9 +27,9 @@ from tonnage.engine.managers import BlockStore, Managers
 from tonnage.engine.mishaps import Mishaps
 from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Outcome, TokenLogprobs
+from tonnage.engine.picked import Scheduled
 from tonnage.engine.sampling.random import Words, uniform
 from tonnage.engine.sampling.rows import Edits
-from tonnage.engine.scheduler import Scheduled
 from tonnage.engine.shadow import Shadow, ShadowMover
 from tonnage.hardware import host_card
 from tonnage.ledger import Ledger
@@ -212,17 +212,21 @@ class _StubRuntime:
             request_ids=ids,
             tokens=tokens,
             logprobs=[-1.0] * len(tokens),
-            finite=self._finite(len(tokens)),
+            finite=self._finite(inputs),
             prompt={
                 piece.request_id: [TokenLogprobs(token, -1.0) for token in piece.targets.tolist()]
                 for piece in inputs.prompts
             },
         )
 
-    def _finite(self, num_rows: int) -> list[bool]:
-        found = [True] * num_rows
-        if num_rows and self.mishaps is not None and self.mishaps.spoils_row():
+    def _finite(self, inputs: StepInputs) -> list[bool]:
+        """Now and then the last row that samples gives no numbers, and what it wrote are none either."""
+        sampling = np.flatnonzero(inputs.plan.samples)
+        found = [True] * sampling.size
+        if sampling.size and self.mishaps is not None and self.mishaps.spoils_row():
             found[-1] = False
+            if self.shadow is not None:
+                self.shadow.spoil(inputs, int(sampling[-1]))
         return found
 
     def _tokens(self, seeds: Words, positions: Ints, edits: Edits | None) -> list[int]:

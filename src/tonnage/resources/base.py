@@ -14,12 +14,13 @@ from tonnage.terms import Claim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Admitted: ``units`` taken for the request's whole life, ``cached_tokens`` of what it knows already in the cache.
+    """Admitted: ``units`` taken for the request's whole life, ``cached_tokens`` of what it knows already in the cache (None: the
+    manager has no cache).
 
     ``is_loading``: some of them are on their way from the host, and the request runs once they have come.
     """
 
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     units: int = 0
     is_loading: bool = False
 
@@ -30,6 +31,7 @@ class Deferral:
 
     ``waits_for``: units would do; the running request of that id computes what this one begins with, so that a step
     later it is there.
+    unit        what ``need`` and ``have`` count
     held_back   what keeps units for as long as somebody outside likes, in words; empty: time frees them
     """
 
@@ -38,6 +40,7 @@ class Deferral:
     have: int
     waits_for: str | None = None
     held_back: str = ""
+    unit: str = field(default="unit", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

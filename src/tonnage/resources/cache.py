@@ -17,6 +17,7 @@ from tonnage.resources.blocks import NONE, Blocks, Level, as_ids
 from tonnage.resources.cache_events import CacheEvents
 from tonnage.resources.chain import Chain
 from tonnage.resources.eviction import Ranks
+from tonnage.resources.incoming import Incoming
 from tonnage.resources.match import WHOLE, Match, Matcher, Partial
 from tonnage.resources.mover import CountingMover, Ids, Mover
 from tonnage.resources.retention import Retention
@@ -26,7 +27,7 @@ from tonnage.resources.tree import PrefixTree
 
 _DEFAULTS = CacheParams()
 #: What ``stats`` counts since the start.
-COUNTS = ("evicted", "offloaded", "loaded", "moved", "partial_copies", "taken_back")
+COUNTS = ("evicted", "offloaded", "loaded", "lost", "moved", "partial_copies", "taken_back")
 
 
 class BlockCache:
@@ -39,7 +40,7 @@ class BlockCache:
     ``reuse`` False: nothing is matched or stored. ``clock`` tells seconds, for retention.
 
     Every call checks before it changes anything; what is asked for in vain is a ``ResourceError``, and what a copy
-    raises leaves the books as they were.
+    raises costs nobody blocks but those cached ones that had to make way for it.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class BlockCache:
             keeps_node=[group.kind in WHOLE for group in self.groups],
             offload_priority=offload_priority,
         )
-        self._matcher = Matcher(self.groups, self.room, block_tokens=self.block_tokens)
+        self.incoming = Incoming(self.room)
+        self._matcher = Matcher(self.groups, self.room, self.incoming, block_tokens=self.block_tokens)
         self._retention = Retention(self.room, block_tokens=self.block_tokens)
 
     # -- how much there is ---------------------------------------------------------------------------------------
@@ -235,8 +237,9 @@ class BlockCache:
         if self.blocks.levels[there] == Level.HOST:
             self.room.inherit(there, block)
             return there
-        if there in self.room.loading():
-            self.room.wait(as_ids([there]))  # who runs may read it at once
+        if there in self.incoming.ids():
+            self.incoming.overtake(there, block)
+            return there
         for idle in self.blocks.hold(as_ids([there])).tolist():
             self.room.withdraw(idle)
         self.release([block])
@@ -251,17 +254,28 @@ class BlockCache:
 
     def load(self, ids: npt.ArrayLike) -> None:
         """Claimed blocks begin to come from the host; those on the device, or on their way, are left alone."""
-        self.room.load(np.asarray(ids, np.int32).reshape(-1))
+        self.incoming.load(np.asarray(ids, np.int32).reshape(-1))
 
     def is_loaded(self, ids: npt.ArrayLike) -> bool:
         """Whether work that is asked for now may read all of them. Never waits."""
         asked = np.asarray(ids, np.int32).reshape(-1)
         on_device = bool((self.blocks.levels[asked] == Level.DEVICE).all())
-        return on_device and self.room.loading().isdisjoint(asked.tolist())
+        return on_device and self.incoming.ids().isdisjoint(asked.tolist())
 
     def wait(self, ids: npt.ArrayLike | None = None) -> None:
         """Until all of ``ids`` have come, of those that were asked for; None: until the oldest transfer is done."""
-        self.room.wait(None if ids is None else np.asarray(ids, np.int32).reshape(-1))
+        self.incoming.wait(None if ids is None else np.asarray(ids, np.int32).reshape(-1))
+
+    def look_at_loads(self) -> None:
+        """What has come is let go by its transfer. Raises ``TransferFailed``, once, where something did not come:
+        those blocks are out of the cache, and who holds them must not read them."""
+        self.incoming.ids()
+        self.incoming.raise_failed()
+
+    def distrust(self, ids: npt.ArrayLike) -> None:
+        """Nobody may find these blocks any more, held though they be; those that others hold too are theirs."""
+        asked = np.asarray(ids, np.int32).reshape(-1)
+        self.room.drop(asked[self.blocks.refs[asked] == 1].tolist())
 
     def take_back(self, num_slots: int | None = None, *, manager: str = "kv") -> Deferral | None:
         """Empty the first ``num_slots`` slots of the head (None: all), by eviction or by one stream-ordered copy.
@@ -309,14 +323,14 @@ class BlockCache:
         }
 
     def clear(self) -> None:
-        """Nothing is cached any more; what is held stays, and is found by nobody."""
-        self.room.wait_all()
+        """Nothing is cached any more but what is held: that stays, and can be found."""
+        self.incoming.wait_all()
         for queue in (self.room.body, self.room.head, self.room.host):
             self.room.drop(queue.listed())
 
     def reset(self) -> None:
         """As new, whoever held what: the counts stay."""
-        self.room.wait_all()
+        self.incoming.wait_all()
         held = np.flatnonzero(self.blocks.refs).astype(np.int32)
         self.blocks.refs[held] = 0
         self.blocks.num_held = 0
@@ -326,7 +340,7 @@ class BlockCache:
 
     def close(self) -> None:
         """Wait for transfers and let go of the mover. Closing again does nothing."""
-        self.room.wait_all()
+        self.incoming.wait_all()
         self.mover.close()
 
 

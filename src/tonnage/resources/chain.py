@@ -62,6 +62,10 @@ class Chain:
             self._extend(index + 1)
         return self._digests[index], self._packed[index]
 
+    def share(self, digests: list[bytes], packed: list[bytes]) -> None:
+        """Equal ones of its first blocks that somebody else keeps: many texts that begin alike then keep them once."""
+        self._digests[: len(digests)], self._packed[: len(packed)] = digests, packed
+
     def partial(self, index: int, num_tokens: int) -> tuple[bytes, bytes]:
         """Digest and tokens of the first ``num_tokens`` tokens of block ``index``."""
         packed = self.leading(index, num_tokens)

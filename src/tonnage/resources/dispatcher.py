@@ -78,7 +78,7 @@ class Dispatcher:
         for manager in self.managers:
             if missing := manager.short_of(request_ids, ends):
                 have, held_back = manager.available(), manager.held_back()
-                return Deferral(manager=manager.name, need=missing, have=have, held_back=held_back)
+                return Deferral(manager=manager.name, need=missing, have=have, held_back=held_back, unit=manager.unit)
         return None
 
     @contextmanager

@@ -95,12 +95,21 @@ class Deadlines:
     def __init__(self, ranks: Ranks, clock: Callable[[], float]) -> None:
         self._ranks, self._clock = ranks, clock
         self._heap: list[tuple[float, int, int]] = []
+        self._num_kept = 0  # entries when it was last looked which still count
 
     def start(self, block: int) -> None:
         """Its time begins now: nobody uses it any more."""
         seconds = self._ranks.seconds[block]
         if seconds is not None:
             heapq.heappush(self._heap, (self._clock() + seconds, block, self._ranks.ranks[block]))
+            if len(self._heap) > 2 * self._num_kept + _SPARE_ENTRIES:
+                self._heap = [(when, block, rank) for when, block, rank in self._heap if self._counts(block, rank)]
+                heapq.heapify(self._heap)
+                self._num_kept = len(self._heap)
+
+    def _counts(self, block: int, rank: int) -> bool:
+        """It was not used since: its rank is the same, and its priority still runs out."""
+        return self._ranks.ranks[block] == rank and self._ranks.seconds[block] is not None
 
     def passed(self) -> list[int]:
         """Those whose time is over and which were not used since, lowest rank first: children before parents."""
@@ -108,6 +117,6 @@ class Deadlines:
         due = []
         while self._heap and self._heap[0][0] <= now:
             _, block, rank = heapq.heappop(self._heap)
-            if ranks[block] == rank and self._ranks.seconds[block] is not None:
+            if self._counts(block, rank):
                 due.append(block)
         return sorted(due, key=ranks.__getitem__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from tonnage.errors import ResourceError
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.match import Match, Partial
 from tonnage.resources.mover import Ids
-from tonnage.resources.pins import PinHandle
+from tonnage.resources.pins import Guard, PinHandle
 from tonnage.resources.prefixes import Prefixes, Text
 from tonnage.resources.sequences import NEVER, ROOT, Sequences, Start
 from tonnage.resources.tables import PageTables, entries
@@ -47,6 +48,7 @@ class Holdings:
         #: The most blocks that anybody held at once.
         self.high_water = 0
         self._partials: dict[int, Partial] = {}
+        self._to_retain: dict[int, Match] = {}
         self._copied: dict[int, Partial] = {}
 
     # Entering and leaving.
@@ -70,6 +72,7 @@ class Holdings:
         self.tables.set(row, 0, [match.blocks[group] for group in self._groups])
         if match.partial is not None:
             self._partials[row] = match.partial
+        self._to_retain[row] = match
         self._prefixes.promise(text, int(self.live.held[row]))
         self.high_water = max(self.high_water, self.cache.num_live)
 
@@ -78,6 +81,8 @@ class Holdings:
         forgotten."""
         held, matched = int(self.live.held[row]), int(self.live.matched[row])
         own, found = self.tables.row(row, matched, held), self.tables.row(row, 0, matched)
+        if self.texts[row].is_distrusted:
+            self.cache.distrust(np.concatenate([found, own]))
         for waiting in (self._partials, self._copied):
             if row in waiting:
                 self.cache.release(_sources(waiting.pop(row)))
@@ -89,9 +94,16 @@ class Holdings:
     def leave(self, row: int) -> None:
         """Out of every list, whoever holds its blocks."""
         self._partials.pop(row, None)
+        self._to_retain.pop(row, None)
         self._prefixes.retract(self.texts.pop(row))
         self.tables.blank(row, int(self.live.held[row]))
         self.live.leave(row)
+
+    def retain_claimed(self) -> None:
+        """Admissions are final: what their requests ask of the blocks they began with, they have."""
+        while self._to_retain:
+            row, match = self._to_retain.popitem()
+            self.cache.retain(match, self.texts[row].retention)
 
     # Growing and shrinking.
 
@@ -186,6 +198,10 @@ class Holdings:
             self.live.stored[row] = num_blocks
             self._set_due(row)
 
+    def distrust(self, row: int) -> None:
+        """Its entries give no numbers: from here on nothing of it is stored, and what is leaves the tree with it."""
+        self.texts[row].stores, self.texts[row].is_distrusted = False, True
+
     # Partial reuse.
 
     def copy_partials(self, rows: Ints) -> None:
@@ -210,10 +226,10 @@ class Holdings:
 
     # Pins.
 
-    def pin(self, row: int, num_blocks: int) -> PinHandle:
+    def pin(self, row: int, num_blocks: int, *, guard: Guard = nullcontext) -> PinHandle:
         ids = self.tables.row(row, 0, min(num_blocks, int(self.live.held[row])))
         self.cache.hold(ids)
-        pin = PinHandle(ids, self._unpin)
+        pin = PinHandle(ids, self._unpin, guard)
         self.pins.add(pin)
         return pin
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -20,22 +20,13 @@ from tonnage.resources.loads import Loads
 from tonnage.resources.match import Match
 from tonnage.resources.mover import Ids
 from tonnage.resources.needs import Needs, token_groups, why_no_reuse
-from tonnage.resources.pins import PinHandle
+from tonnage.resources.pins import Guard, PinHandle
 from tonnage.resources.prefixes import Prefixes, Text
 from tonnage.resources.prices import kv_claims, kv_probe
-from tonnage.resources.sequences import Watermarks
+from tonnage.resources.sequences import Prepared, Watermarks, rows_of
 from tonnage.resources.slots import SlotManager
-from tonnage.step import Flags, Ints, StepPlan, Txn, Veto
+from tonnage.step import Ints, StepPlan, Txn, Veto
 from tonnage.terms import Claim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A step between ``prepare`` and ``update``: its rows, whose they were, and the blocks they held before."""
-
-    rows: Ints
-    epochs: Ints
-    held: Ints
 
 
 class KVManager:
@@ -100,7 +91,7 @@ class KVManager:
         self._tables, self._live = self._holdings.tables, self._holdings.live
         self._row_of: dict[str, int] = {}
         self._loads = Loads(cache)
-        self._in_flight: dict[StepPlan, _Prepared] = {}
+        self._in_flight: dict[StepPlan, Prepared] = {}
         self._closed = False
 
     # How much there is, and how much a request needs.
@@ -198,12 +189,16 @@ class KVManager:
             # The block it would be copied from must stay until it is; without it the request may fit.
             match = self.cache.without_partial(match)
             need = self._need(text, match)
-        short = Deferral(manager=self.name, need=need, have=have, held_back=self.held_back()) if need > have else None
-        if (answer := short or self._slot(request, txn)) is not None:
+        if (answer := self._short(need, have) or self._slot(request, txn)) is not None:
             self._prefixes.remember(text)
             return answer
         self._enter(text, match, txn)
         return Grant(cached_tokens=match.num_tokens, units=need, is_loading=bool(match.host_blocks))
+
+    def _short(self, need: int, have: int) -> Deferral | None:
+        if need <= have:
+            return None
+        return Deferral(manager=self.name, need=need, have=have, held_back=self.held_back(), unit=self.unit)
 
     def _need(self, text: Text, match: Match) -> int:
         """What becomes held, and what the policy expects it to take after that."""
@@ -219,9 +214,9 @@ class KVManager:
 
     def _enter(self, text: Text, match: Match, txn: Txn) -> None:
         request_id = text.request.id
+        row = self._slots.slot_of(request_id)
         self.cache.claim(match)
-        self.cache.retain(match, text.request.params.cache)
-        row = self._row_of[request_id] = self._slots.slot_of(request_id)
+        self._row_of[request_id] = row
         txn.undo(partial(self._unadmit, text, match, row, int(self._live.epoch[row])))
         self._holdings.enter(row, text, match, lifetime=self._needs.positions(text.request))
         if match.host_blocks:
@@ -240,17 +235,17 @@ class KVManager:
     # The hooks of a step.
 
     def short_of(self, request_ids: Sequence[str], ends: Ints) -> int:
-        grown = self._needs.blocks(ends) - self._live.held[self._rows(request_ids)]
+        grown = self._needs.blocks(ends) - self._live.held[rows_of(self._row_of, request_ids)]
         return max(0, self._num_blocks(np.maximum(grown, 0)) - self.cache.num_available)
 
     def held_back(self) -> str:
-        """Open pins, and how many blocks they hold."""
-        return self._holdings.pins_told()
+        """Open pins, and how many blocks they hold; nothing while transfers hold some, which end by themselves."""
+        return "" if self.cache.incoming.num else self._holdings.pins_told()
 
     def prepare(self, plan: StepPlan, txn: Txn) -> None:
         """Blocks for every token the step writes. Raises before it changes anything: ``Veto`` if they are not there."""
         self._check_open()
-        rows, ends = self._rows(plan.request_ids), plan.ends
+        rows, ends = rows_of(self._row_of, plan.request_ids), plan.ends
         num_blocks = self._needs.blocks(ends)
         self._live.check(plan, rows, num_blocks)
         self._loads.check(plan.request_ids)
@@ -259,7 +254,7 @@ class KVManager:
         num_new, num_available = self._num_blocks(grown), self.cache.num_available
         if num_new > num_available:
             raise Veto(self.name, f"the step needs {num_new} blocks and {num_available} are free")
-        prepared = _Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
+        prepared = Prepared(rows=rows, epochs=self._live.epoch[rows], held=held)
         txn.undo(partial(self._unprepare, plan, prepared))
         if num_new:
             self._holdings.grow(rows, grown)
@@ -269,8 +264,10 @@ class KVManager:
         self.cache.flush()
 
     def committed(self) -> None:
-        """What was copied needs its sources no more, and what lies on the host begins to come."""
+        """What was copied needs its sources no more, admitted requests have what they ask of the cache, and what lies
+        on the host begins to come."""
         self._holdings.copies_are_final()
+        self._holdings.retain_claimed()
         self._loads.begin()
 
     def loading(self) -> Collection[str]:
@@ -284,7 +281,7 @@ class KVManager:
         prepared = self._in_flight.get(plan)
         if prepared is None:
             return
-        here = self._still_here(prepared)
+        here = self._live.still_has(prepared)
         rows, ends = prepared.rows[here], plan.ends[here]
         if plan.drafts is not None:
             rejected = rejected_drafts(plan, outcome)[here]
@@ -297,26 +294,38 @@ class KVManager:
             self._holdings.cut_window(group, window, rows)
 
     def free(self, request_id: str, *, keep_cached: bool = True, pin_on_release: bool = False) -> PinHandle | None:
-        """Give everything back. What was computed stays in the cache, the last partial block too.
+        """Give everything back, whatever it raises. What was computed stays in the cache, the last partial block too.
 
         keep_cached False: what nobody else holds is forgotten. pin_on_release: what was computed is pinned first.
         """
         row = self._row_of.get(request_id)
         if row is None:
             return None
-        if keep_cached:
-            self._holdings.store(row, with_partial=True)
-        num_computed = -(-int(self._live.computed[row]) // self.block_tokens)
-        pin = self._holdings.pin(row, num_computed) if pin_on_release else None
-        self._holdings.release(row, keep_cached=keep_cached)
-        self._leave(request_id, row)
+        pin = None
+        try:
+            if keep_cached:
+                self._keep(row)
+            if pin_on_release:
+                pin = self._holdings.pin(row, -(-int(self._live.computed[row]) // self.block_tokens))
+        finally:
+            self._holdings.release(row, keep_cached=keep_cached)
+            self._leave(request_id, row)
         return pin
 
-    def pin(self, request_id: str) -> PinHandle:
-        """Pin the whole blocks that are computed; the sequence runs on."""
+    def _keep(self, row: int) -> None:
+        """What cannot be stored for want of memory is not: a request that ends is worth more than what it leaves."""
+        with suppress(MemoryError):
+            self._holdings.store(row, with_partial=True)
+
+    def distrust(self, request_id: str) -> None:
+        """What the sequence holds gives no numbers: nobody may find it, what it began with included."""
+        self._holdings.distrust(self.row_index(request_id))
+
+    def pin(self, request_id: str, *, guard: Guard = nullcontext) -> PinHandle:
+        """Pin the whole blocks that are computed; the sequence runs on. ``guard`` is entered to close the handle."""
         row = self.row_index(request_id)
         self._holdings.store(row)
-        return self._holdings.pin(row, int(self._live.computed[row]) // self.block_tokens)
+        return self._holdings.pin(row, int(self._live.computed[row]) // self.block_tokens, guard=guard)
 
     def reset(self) -> None:
         for request_id in list(self._row_of):
@@ -339,7 +348,7 @@ class KVManager:
             "allocated": self.cache.num_live,
             "reserved": self._num_expected(),
             "sequences": len(self._row_of),
-            "loading": len(self.loading()),
+            "loading": len(self._loads),
             "pins": len(self._holdings.pins),
             "high_water": self._holdings.high_water,
             **self._prefixes.counts,
@@ -377,21 +386,12 @@ class KVManager:
         if positions > self._tables.width:
             raise ResourceError(f"request {request.id!r} needs {positions} blocks; a sequence has {self._tables.width}")
 
-    def _rows(self, request_ids: Sequence[str]) -> Ints:
-        try:
-            return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64, len(request_ids))
-        except KeyError as unknown:
-            raise ResourceError(f"request {unknown.args[0]!r} holds no KV blocks") from None
-
-    def _still_here(self, prepared: _Prepared) -> Flags:
-        return self._live.epoch[prepared.rows] == prepared.epochs
-
-    def _unprepare(self, plan: StepPlan, prepared: _Prepared) -> None:
+    def _unprepare(self, plan: StepPlan, prepared: Prepared) -> None:
         """Blocks and watermarks as before; what was freed in the meantime has given its blocks back already."""
         self._in_flight.pop(plan, None)
-        here = self._still_here(prepared)
+        here = self._live.still_has(prepared)
         rows, starts, held = prepared.rows[here], plan.starts[here], prepared.held[here]
-        if (self._live.front[:, rows] > held).any():
+        if self._needs.has_left(self._live.front[:, rows], starts):
             raise ResourceError("a step that has landed has given blocks up that are out of the window now")
         self._holdings.unstore(rows, starts)
         self._holdings.cut(rows, held)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from tonnage.errors import ResourceError
 from tonnage.resources.blocks import as_ids
 from tonnage.resources.cache import BlockCache
@@ -23,8 +21,8 @@ class Loads:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._asked or request_id in self._begun
 
-    def __bool__(self) -> bool:
-        return bool(self._asked or self._begun)
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._begun)
 
     def ask(self, request_id: str, ids: Sequence[int]) -> None:
         self._asked[request_id] = ids
@@ -49,14 +47,13 @@ class Loads:
         self._asked.clear()
 
     def waiting(self) -> Collection[str]:
-        self._cache.is_loaded(())  # transfers that nobody waits for any more give their blocks back, too
+        self._cache.look_at_loads()  # those that nobody waits for any more give their blocks back, too
         for request_id in [one for one, ids in self._begun.items() if self._cache.is_loaded(ids)]:
             del self._begun[request_id]
         return [*self._asked, *self._begun]
 
     def wait(self) -> None:
-        """Until the first that waits has all its blocks."""
+        """Until the first that waits has all its blocks; where nobody waits, until the oldest transfer has ended."""
         self.begin()
-        first = next(iter(self._begun.values()), np.zeros(0, np.int32))
-        if first.size:
-            self._cache.wait(first)
+        self._cache.wait(next(iter(self._begun.values()), None))
+        self._cache.look_at_loads()

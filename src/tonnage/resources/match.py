@@ -10,6 +10,7 @@ import numpy as np
 from tonnage.layout import KVGroup, KVGroupKind, window_blocks
 from tonnage.resources.blocks import NONE, Level, as_ids
 from tonnage.resources.chain import Chain
+from tonnage.resources.incoming import Incoming
 from tonnage.resources.mover import Ids
 from tonnage.resources.room import Room
 from tonnage.resources.tree import PrefixTree
@@ -59,8 +60,8 @@ class Match:
 class Matcher:
     """Finds matches; changes nothing."""
 
-    def __init__(self, groups: Sequence[KVGroup], room: Room, *, block_tokens: int) -> None:
-        self._room, self._tree, self._blocks = room, room.tree, room.blocks
+    def __init__(self, groups: Sequence[KVGroup], room: Room, incoming: Incoming, *, block_tokens: int) -> None:
+        self._incoming, self._tree, self._blocks = incoming, room.tree, room.blocks
         self._num_groups, self._block_tokens = len(groups), block_tokens
         self._whole = [index for index, group in enumerate(groups) if group.kind in WHOLE]
         # Full blocks before a border that the next token still sees: one less than a window can touch.
@@ -121,14 +122,14 @@ class Matcher:
         node, num_tokens = best
         sources = tuple(self._tree.block(node, group) for group in range(self._num_groups))
         is_here = all(block != NONE and self._blocks.levels[block] == Level.DEVICE for block in sources)
-        if not is_here or not self._room.loading().isdisjoint(sources):
+        if not is_here or not self._incoming.ids().isdisjoint(sources):
             return None
         return Partial(num_tokens=num_tokens, sources=sources)
 
     def _weigh(self, found: Match) -> None:
         ids = found.ids()
+        loading = self._incoming.ids()  # first: what has come is held by its transfer no more
         found.num_new_live = int(np.count_nonzero(self._blocks.refs[ids] == 0))
-        loading = self._room.loading()
         on_host = ids[self._blocks.levels[ids] == Level.HOST].tolist()
         found.host_blocks = on_host + [block for block in ids.tolist() if block in loading] if loading else on_host
 

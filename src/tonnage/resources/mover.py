@@ -58,6 +58,9 @@ class Mover(Protocol):
     def before_launch(self) -> None:
         """The execution stream waits for the offloads so far: their slots are about to be written again."""
 
+    def sync(self) -> None:
+        """Make the host wait for all transfers that were asked for."""
+
     def stats(self) -> dict[str, int]:
         """Since the start: blocks and bytes by what was done with them, ``num_batches``, the ``num_copies`` they
         took (slots that follow each other are one), and ``call_ns``, the host's time for asking."""
@@ -143,6 +146,9 @@ class CountingMover:
 
     def before_launch(self) -> None:
         self._num_unwaited = 0
+
+    def sync(self) -> None:
+        self.finish_loads()
 
     def stats(self) -> dict[str, int]:
         return self._tally.told(self.slab_bytes)
@@ -271,8 +277,8 @@ class DeviceMover:
             self.sync()
             self.before_launch()
             while self._loads:
-                self._loads[0].wait()
-                self._loads.popleft()
+                with suppress(DriverError):
+                    self._loads.popleft().wait()
             if self._own_stream is not None:
                 self._own_stream.close()
         self._transfers = self._own_stream = None
@@ -288,7 +294,10 @@ class DeviceMover:
 
     def _reap(self) -> None:
         """Events of loads that are done go back, whether or not anybody asks again."""
-        while self._loads and self._loads[0].is_done:
+        while self._loads:
+            with suppress(DriverError):  # whose it is asks by itself, and is told
+                if not self._loads[0].is_done:
+                    return
             self._loads.popleft()
 
     def _transfer(self, src_address: int, src: Ids, dst_address: int, dst: Ids) -> int:

@@ -119,6 +119,13 @@ class Needs:
             take += np.maximum(most - (sequences.held - front), 0)
         return take
 
+    def has_left(self, front: Ints, starts: Ints) -> bool:
+        """Whether a block is given up (``front`` [groups, rows]) that a token at one of ``starts`` [rows] sees."""
+        return any(
+            bool((front[group] > np.maximum(starts - window + 1, 0) // self._block_tokens).any())
+            for group, window in self.windows
+        )
+
     def _written(self, prompt: Ints | int, new: Ints | int) -> Ints:
         """Tokens whose entries are written for ``new`` generated ones: the last is sampled and never fed back."""
         return prompt + np.maximum(np.subtract(new, 1), 0) + self._extra_tokens

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import TypeAlias
 
 from tonnage.resources.mover import Ids
+
+#: Entered while references are given back, which must not be left half way.
+Guard: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
 class PinHandle:
@@ -15,9 +20,9 @@ class PinHandle:
     handle closes it when it is reset or closed itself.
     """
 
-    def __init__(self, ids: Ids, give_back: Callable[[PinHandle, Ids], None]) -> None:
+    def __init__(self, ids: Ids, give_back: Callable[[PinHandle, Ids], None], guard: Guard = nullcontext) -> None:
         self._ids: Ids | None = ids
-        self._give_back = give_back
+        self._give_back, self._guard = give_back, guard
         self.ids: tuple[int, ...] = tuple(ids.tolist())
 
     @property
@@ -26,9 +31,10 @@ class PinHandle:
 
     def close(self) -> None:
         """Give the references back; again: nothing."""
-        ids, self._ids = self._ids, None
-        if ids is not None:
-            self._give_back(self, ids)
+        with self._guard():
+            ids, self._ids = self._ids, None
+            if ids is not None:
+                self._give_back(self, ids)
 
     def __enter__(self) -> PinHandle:
         return self

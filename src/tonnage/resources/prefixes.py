@@ -21,6 +21,7 @@ class Text:
     """The tokens of one request, a list that grows, and their digests block by block.
 
     stores    what it computes may be found by others; may_match: it may begin with what others have computed
+    is_distrusted  what it holds gave no numbers: nobody may find any of it
     num_asked tokens it had when it was last looked for
     promised  [first, last) of the prompt's blocks that nobody else is known to compute
     seen      which neighbour it waited for when it last asked, and how far that one was
@@ -32,6 +33,7 @@ class Text:
     retention: CacheParams
     stores: bool
     may_match: bool
+    is_distrusted: bool = False
     num_asked: int = 0
     promised: range = range(0)
     seen: tuple[str, object] | None = None

@@ -31,7 +31,8 @@ class Retention:
         for block in self._room.deadlines.passed():
             node = int(self._blocks.nodes[block])
             if node != NONE and self._room.is_offered(block):
-                self._set(node, max(DEFAULT_PRIORITY, self._least(node)), None)
+                priority, seconds = self._below(node)
+                self._set(node, max(DEFAULT_PRIORITY, priority), seconds if priority > DEFAULT_PRIORITY else None)
                 self._lift_parents(node)
 
     def _lift_parents(self, node: int) -> None:
@@ -54,7 +55,13 @@ class Retention:
         return bool(self._blocks.refs[parent]) and priorities[parent] >= priorities[child]
 
     def _least(self, node: int) -> int:
-        return max((self._priority(child) for child in self._tree.children(node)), default=0)
+        return self._below(node)[0]
+
+    def _below(self, node: int) -> tuple[int, float | None]:
+        """The highest priority of its children, and the time of one that has it, which is over no sooner."""
+        children = ((self._priority(child), child) for child in self._tree.children(node))
+        priority, child = max(children, default=(0, PrefixTree.ROOT))
+        return priority, None if child == PrefixTree.ROOT else self._seconds(child)
 
     def _priority(self, node: int) -> int:
         found = (self._tree.block(node, group) for group in range(self._num_groups))

@@ -1,13 +1,13 @@
 """Room on the device: what is evicted, what goes to the host, and what is lent the head of the arena.
 
-Bytes move first and the books follow: a copy that cannot be asked for leaves everything as it was.
+Bytes move first and the books follow: where a copy cannot be asked for, nobody's blocks are lost but those cached ones
+that had to make way for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,18 +16,9 @@ from tonnage.resources.base import Deferral
 from tonnage.resources.blocks import NONE, Blocks, Level, Stack, as_ids
 from tonnage.resources.cache_events import CacheEvents
 from tonnage.resources.eviction import Deadlines, EvictionQueue, Ranks
-from tonnage.resources.mover import Ids, Load, Mover
+from tonnage.resources.mover import Ids, Mover
 from tonnage.resources.transfers import TransferBudget
 from tonnage.resources.tree import PrefixTree
-
-
-@dataclass(slots=True, eq=False)
-class _Loading:
-    """Blocks on their way to the device, and the host slots that they leave free once they have come."""
-
-    load: Load
-    ids: Ids
-    host_slots: Ids
 
 
 class Room:
@@ -58,8 +49,7 @@ class Room:
         self.version = 0
         self.counts: Counter[str] = Counter()
         self._keeps_node, self._offload_priority = tuple(keeps_node), offload_priority
-        self._loading: list[_Loading] = []
-        self._num_to_count = 0  # loads of which the budget does not know yet
+        self.num_to_count = 0  # loads of which the budget does not know yet
 
     @property
     def num_groups(self) -> int:
@@ -69,8 +59,8 @@ class Room:
         """The step's share of the link to the host. Loads begin once a step is final, and so they count in the next:
         who waits gets all of it, and what is evicted has to make do with the rest."""
         self.budget.begin_step()
-        self.budget.take(self._num_to_count)
-        self._num_to_count = 0
+        self.budget.take(self.num_to_count)
+        self.num_to_count = 0
 
     # -- the queues ----------------------------------------------------------------------------------------------
 
@@ -148,7 +138,7 @@ class Room:
         kept = self._worth_keeping(victims)
         chosen = set(kept)
         self.drop([block for block in victims if block not in chosen])
-        self._offload(kept)
+        self._offload(self._in_tree(kept))
 
     def _worth_keeping(self, victims: list[int]) -> list[int]:
         """The highest of them for which the host has room, or holds something lower."""
@@ -164,7 +154,12 @@ class Room:
                 break
             given_up.append(self.host.pop())
         self.drop(given_up)
+        found = self._in_tree(found)
         return found[max(0, len(found) - len(self.blocks.free_host)) :]
+
+    def _in_tree(self, blocks: list[int]) -> list[int]:
+        """Those that did not go with a parent of theirs that was dropped."""
+        return [block for block in blocks if self.blocks.nodes[block] != NONE]
 
     def _pop_lowest(self) -> int:
         in_body, in_head = self.body.lowest(), self.head.lowest()
@@ -238,54 +233,7 @@ class Room:
             nodes = zip(self.blocks.nodes[ids].tolist(), self.blocks.groups[ids].tolist(), strict=True)
             self.events.note_nodes(kind, where, self.tree, nodes)
 
-    # -- loads from the host -------------------------------------------------------------------------------------
-
-    def load(self, ids: Ids) -> None:
-        """Held blocks of the host begin to come to the body; a transfer holds them until they are there."""
-        ids = ids[self.blocks.levels[ids] == Level.HOST]
-        if not ids.size:
-            return
-        self.make(ids.size)
-        slots, host_slots = self.blocks.free_body.pop(ids.size), self.blocks.slots[ids]
-        try:
-            load = self.mover.load(host_slots, slots)
-        except BaseException:
-            self.blocks.free_body.push(slots)
-            raise
-        self.tell("removed", ids, Level.HOST)
-        self.blocks.host_owners[host_slots] = NONE
-        self.blocks.place(ids, Level.DEVICE, slots)
-        self.blocks.hold(ids)
-        self.tell("stored", ids, Level.DEVICE)
-        self._loading.append(_Loading(load, ids, host_slots))
-        self.counts["loaded"] += ids.size
-        self.version += 1
-        self._num_to_count += ids.size
-
-    def loading(self) -> set[int]:
-        """Blocks that have not come yet. What has come is let go by the transfer."""
-        for one in [one for one in self._loading if one.load.is_done]:
-            self._arrived(one)
-        return {block for one in self._loading for block in one.ids.tolist()}
-
-    def wait(self, ids: Ids | None = None) -> None:
-        """Until all of ``ids`` have come; None: until the transfer that was asked for first has."""
-        for one in list(self._loading):
-            if ids is None or np.isin(one.ids, ids).any():
-                one.load.wait()
-                self._arrived(one)
-                if ids is None:
-                    return
-
-    def wait_all(self) -> None:
-        while self._loading:
-            self.wait()
-
-    def _arrived(self, one: _Loading) -> None:
-        self._loading.remove(one)
-        self.blocks.free_host.push(one.host_slots)
-        for block in self.blocks.let_go(one.ids)[::-1].tolist():
-            self.let(block)
+    # -- blocks that nobody holds any more -----------------------------------------------------------------------
 
     def let(self, block: int) -> None:
         """Nobody holds it: it is evictable as the newest of its priority, or free if the tree does not know it."""

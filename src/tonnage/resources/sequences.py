@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tonnage.errors import ResourceError
 from tonnage.resources.base import RequestView
-from tonnage.step import Ints, StepPlan
+from tonnage.step import Flags, Ints, StepPlan
 from tonnage.units import round_down
 
 #: ``stored`` of a sequence that stores nothing: no border is ever crossed.
@@ -28,6 +29,15 @@ class Watermarks:
     scheduled: int
     computed: int
     committed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A step between ``prepare`` and ``update``: its rows, whose they were, and the blocks they held before."""
+
+    rows: Ints
+    epochs: Ints
+    held: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +109,19 @@ class Sequences:
         if rows.size and np.bincount(rows).max() > 1:
             raise ResourceError(f"a request is in a step twice: {', '.join(plan.request_ids)}")
 
+    def still_has(self, prepared: Prepared) -> Flags:
+        """Which rows of that step belong to the same sequence as when it was prepared."""
+        return self.epoch[prepared.rows] == prepared.epochs
+
     def watermarks(self, row: int, *, block_tokens: int) -> Watermarks:
         computed = int(self.computed[row])
         committed = round_down(computed, block_tokens)
         return Watermarks(scheduled=int(self.scheduled[row]), computed=computed, committed=committed)
+
+
+def rows_of(row_of: Mapping[str, int], request_ids: Sequence[str]) -> Ints:
+    """The row of each. Raises ``ResourceError`` for a request that has none."""
+    try:
+        return np.fromiter(map(row_of.__getitem__, request_ids), np.int64, len(request_ids))
+    except KeyError as unknown:
+        raise ResourceError(f"request {unknown.args[0]!r} holds no KV blocks") from None

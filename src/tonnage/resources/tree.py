@@ -70,6 +70,7 @@ class PrefixTree:
             last = node
         if nodes and self._scopes[nodes[0]] != chain.scope:
             return []
+        chain.share([self._digests[node] for node in nodes], [self._tokens[node] for node in nodes])
         return nodes
 
     def best_child(self, node: int, chain: Chain, index: int, max_tokens: int) -> tuple[int, int] | None:
