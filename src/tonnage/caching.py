@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from tonnage.errors import InvalidSetting
+from tonnage.units import Told, check_number, check_whole, shown
 
 #: Priorities of cached blocks: larger ones are evicted later.
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
@@ -14,6 +14,8 @@ MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
 OFFLOAD_PRIORITY = 30
 #: UTF-8 bytes of a salt.
 MAX_SALT_BYTES = 1024
+#: Thirty years and more: beyond it a time is as good as none.
+MAX_RETAIN_SECONDS = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,43 +40,39 @@ class CacheParams:
 
     @classmethod
     def read(cls, value: object) -> CacheParams:
-        """A ``CacheParams``, or a mapping of its fields as a line of JSON has it. Raises ``InvalidSetting``."""
-        if isinstance(value, cls):
-            return value
+        """A ``CacheParams``, a mapping of its fields as a line of JSON has it, or None: the defaults.
+
+        Raises ``InvalidSetting``, in which no salt is told.
+        """
+        if value is None or isinstance(value, cls):
+            return value or cls()
         names = [each.name for each in fields(cls)]
-        if not isinstance(value, Mapping) or not all(name in names for name in value):
-            raise InvalidSetting("cache", value, "not what it may hold", remedy=f"write any of {', '.join(names)}")
+        remedy = f"write any of {', '.join(names)}"
+        if not isinstance(value, Mapping):
+            raise InvalidSetting("cache", Told(f"a {type(value).__name__}"), "not a mapping", remedy=remedy)
+        for name in value:
+            if name not in names:
+                raise InvalidSetting("cache", shown(name), "no field of that name", remedy=remedy)
         return cls(**value)
 
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool):
-            raise InvalidSetting("reuse", self.reuse, "neither True nor False", remedy="write True or False")
+            raise InvalidSetting("reuse", shown(self.reuse), "neither True nor False", remedy="write True or False")
         _check_salt(self.salt)
-        if not _is_whole(self.priority) or not MIN_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise InvalidSetting(
-                "cache priority", self.priority, "out of range", remedy=f"write {MIN_PRIORITY} to {MAX_PRIORITY}"
-            )
-        seconds = self.retain_seconds
-        if seconds is not None and not _is_time(seconds):
-            raise InvalidSetting("retain_seconds", seconds, "no time above 0", remedy="write seconds, or leave it out")
-        if self.retain_tokens is not None and (not _is_whole(self.retain_tokens) or self.retain_tokens < 0):
-            raise InvalidSetting(
-                "retain_tokens", self.retain_tokens, "no number of tokens", remedy="write 0 or more, or leave it out"
-            )
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        check_whole("cache priority", self.priority, MIN_PRIORITY, MAX_PRIORITY)
+        if self.retain_seconds is not None:
+            check_number("retain_seconds", self.retain_seconds, 0, MAX_RETAIN_SECONDS, above=True)
+        if self.retain_tokens is not None:
+            check_whole("retain_tokens", self.retain_tokens, 0)
 
 
 def _check_salt(salt: object) -> None:
+    """What is wrong with a salt is told without it: who reads the message may not be who may know it."""
     if salt is None:
         return
-    if not isinstance(salt, str) or not 0 < len(salt.encode(errors="surrogatepass")) <= MAX_SALT_BYTES:
-        raise InvalidSetting(
-            "salt", salt, "no text of a useful length", remedy=f"write 1 to {MAX_SALT_BYTES} bytes of text"
-        )
+    remedy = f"write 1 to {MAX_SALT_BYTES:,} bytes of text"
+    if not isinstance(salt, str):
+        raise InvalidSetting("salt", Told(f"a {type(salt).__name__}"), "not a text", remedy=remedy)
+    num_bytes = len(salt.encode(errors="surrogatepass"))
+    if not 0 < num_bytes <= MAX_SALT_BYTES:
+        raise InvalidSetting("salt", Told(f"{num_bytes:,} bytes"), "no text of a useful length", remedy=remedy)

@@ -6,13 +6,14 @@ which default or flag caused a number.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from fractions import Fraction
 from typing import Generic, TypeVar
 
 from tonnage.errors import InvalidSetting
-from tonnage.units import MiB
+from tonnage.units import MiB, shown
 
 T = TypeVar("T")
 
@@ -54,6 +55,13 @@ def unset() -> Setting[T]:
     return Setting()
 
 
+def _check_wrapped(given: Iterable[tuple[str, object]]) -> None:
+    for name, setting in given:
+        if not isinstance(setting, Setting):
+            remedy = f"wrap it, {name}=Setting(value), or give plain values to tonnage.engine.settings.engine_options"
+            raise InvalidSetting(name, shown(setting), "a plain value, and no Setting", remedy=remedy)
+
+
 DEFAULT_KEEP_FREE_BYTES = 256 * MiB
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_MAX_BATCH_SIZE = 256
@@ -68,7 +76,7 @@ def parse_admission(value: object, *, knob: str = "admission") -> str:
     """The name of a policy; "reserve-all" and capitals are fine. Raises ``InvalidSetting``."""
     name = value.strip().lower().replace("-", "_") if isinstance(value, str) else ""
     if name not in ADMISSION_POLICIES:
-        raise InvalidSetting(knob, value, "no such policy", remedy=f"write {' or '.join(ADMISSION_POLICIES)}")
+        raise InvalidSetting(knob, shown(value), "no such policy", remedy=f"write {' or '.join(ADMISSION_POLICIES)}")
     return name
 
 
@@ -90,7 +98,8 @@ class Knobs:
     scratch          "cap" (default): such scratch shares the budget with the pool, and steps are kept within what it
                      got; "reserve": its worst case is set aside whole, and no step is ever held back
     graphs           decode batch sizes that get a CUDA graph: "none", "default", or numbers between commas
-    host_kv_bytes    host memory for blocks that are evicted from the device, of all ranks together (default none)
+    host_kv_bytes    host memory for blocks that are evicted from the device, of all ranks together (default, and 0:
+                     none); it is not asked for where no prefixes are cached
     disk_kv_bytes    its room comes later; a set value is refused
     disabled_claims  claims switched off by name; the report shows each
     """
@@ -110,6 +119,14 @@ class Knobs:
     admission: Setting[str] = field(default_factory=unset)
     graphs: Setting[str] = field(default_factory=unset)
     disabled_claims: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raise ``InvalidSetting`` for a value that is no ``Setting``."""
+        _check_wrapped(self.items())
+        claims: object = self.disabled_claims
+        if not isinstance(claims, frozenset):
+            remedy = 'write frozenset({"penalty tables"})'
+            raise InvalidSetting("disabled_claims", shown(claims), "not a frozenset", remedy=remedy)
 
     def items(self) -> list[tuple[str, Setting[object]]]:
         """Every knob with its name, in declaration order (``disabled_claims`` is not a Setting)."""
@@ -152,6 +169,10 @@ class LimitKnobs:
     encoder_cache_bytes: Setting[int] = field(default_factory=unset)
     prompt_logprobs: Setting[bool] = field(default_factory=unset)
     prefix_caching: Setting[bool] = field(default_factory=unset)
+
+    def __post_init__(self) -> None:
+        """Raise ``InvalidSetting`` for a value that is no ``Setting``."""
+        _check_wrapped(self.items())
 
     def items(self) -> list[tuple[str, Setting[object]]]:
         """Every limit with its name, in declaration order."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tonnage.caching import CacheParams
 from tonnage.errors import InvalidSetting
+from tonnage.units import Told, check_number, check_whole, shown
 
 #: The most alternatives a request may ask for at each position; the sampler's buffers are sized for it.
 MAX_LOGPROBS = 20
@@ -35,16 +35,19 @@ class LogitBias(Mapping[int, float]):
     def __init__(self, entries: Mapping[int, float]) -> None:
         if not isinstance(entries, Mapping):
             raise InvalidSetting(
-                "logit_bias", entries, "not a mapping from token ids to numbers", remedy="write {42: -100}"
+                "logit_bias", shown(entries), "not a mapping from token ids to numbers", remedy="write {42: -100}"
             )
         if len(entries) > MAX_BIASED_TOKENS:
             raise InvalidSetting(
-                "logit_bias", f"{len(entries)} entries", "too many", remedy=_range(0, MAX_BIASED_TOKENS)
+                "logit_bias",
+                Told(f"{len(entries):,} entries"),
+                "too many",
+                remedy=f"write at most {MAX_BIASED_TOKENS:,}",
             )
         self._entries = dict(entries)
         for token, value in self._entries.items():
-            _whole("logit_bias", token, 0)
-            _number(f"logit_bias[{token}]", value, -100, 100)
+            check_whole("logit_bias", token, 0)
+            check_number(f"logit_bias[{token}]", value, -100, 100)
 
     def __getitem__(self, token: int) -> float:
         return self._entries[token]
@@ -159,48 +162,52 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1)
-        _whole("min_tokens", self.min_tokens, 0)
+            check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSetting(
                 "min_tokens", self.min_tokens, f"above max_tokens = {self.max_tokens}", remedy="lower min_tokens"
             )
-        _number("temperature", self.temperature, 0, 100)
+        check_number("temperature", self.temperature, 0, 100)
         if 0 < self.temperature < 0.01:
             raise InvalidSetting(
                 "temperature", self.temperature, "so small that logits overflow", remedy="write 0 for greedy decoding"
             )
-        _whole("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0, 1, above=True)
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_whole("top_k", self.top_k, 0)
+        check_number("top_p", self.top_p, 0, 1, above=True)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 100, above=True)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
-        _whole("n", self.n, 1, 128)
+            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
+        check_whole("n", self.n, 1, 128)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        _whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
 
     def _check_stops(self) -> None:
         for flag in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if not isinstance(getattr(self, flag), bool):
-                raise InvalidSetting(flag, getattr(self, flag), "neither true nor false", remedy="write true or false")
+                raise InvalidSetting(
+                    flag, shown(getattr(self, flag)), "neither true nor false", remedy="write true or false"
+                )
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise InvalidSetting("stop", text, "not a string of at least one character", remedy="leave it out")
+                raise InvalidSetting(
+                    "stop", shown(text), "not a string of at least one character", remedy="leave it out"
+                )
         num_characters = sum(map(len, self.stop))
         if len(self.stop) > MAX_STOPS or num_characters > MAX_STOP_CHARACTERS:
             raise InvalidSetting(
                 "stop",
-                f"{len(self.stop)} strings of {num_characters} characters",
+                Told(f"{len(self.stop):,} strings of {num_characters:,} characters"),
                 "too much to look for",
                 remedy=f"write at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters in all",
             )
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0)
+            check_whole("stop_token_ids", token, 0)
 
 
 def child_seed(seed: int, index: int) -> int:
@@ -221,24 +228,5 @@ def _splitmix64(state: int, index: int) -> int:
 
 def _as_tuple(name: str, value: object) -> tuple[object, ...]:
     if not isinstance(value, tuple | list | set | frozenset):
-        raise InvalidSetting(name, value, "not a list", remedy="write a list")
+        raise InvalidSetting(name, shown(value), "not a list", remedy="write a list")
     return tuple(value)
-
-
-def _whole(knob: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidSetting(knob, value, "not a whole number", remedy=_range(low, high))
-    if value < low or (high is not None and value > high):
-        raise InvalidSetting(knob, value, "out of range", remedy=_range(low, high))
-
-
-def _number(knob: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidSetting(knob, value, "not a number", remedy=_range(low, high, above=above))
-    if not low <= value <= high or (above and value == low):
-        raise InvalidSetting(knob, value, "out of range", remedy=_range(low, high, above=above))
-
-
-def _range(low: float, high: float | None, *, above: bool = False) -> str:
-    least = f"more than {low}" if above else f"at least {low}"
-    return f"write {least}" + (f" and at most {high}" if high is not None else "")

@@ -386,11 +386,20 @@ class KVPool:
     reachable_tokens: int
 
 
+#: Why a host tier that was asked for is not taken.
+IDLE_TIER = "no prefixes are cached, so nothing is evicted that would be looked for again"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """What the plan takes from host memory beside the device, in bytes, for all ranks together."""
+    """What the plan asks of host memory beside the device, in bytes, for all ranks together but where a rank is named.
+
+    kv_bytes     the host tier as it was asked for
+    taken_bytes  what this rank takes of it: whole slabs of its share, none where no prefixes are cached
+    """
 
     kv_bytes: int = 0
+    taken_bytes: int = 0
     pinned_bytes: int = 0
     disk_bytes: int = 0
 

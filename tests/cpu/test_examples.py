@@ -61,6 +61,17 @@ def test_serve_many_async(model, monkeypatch, capsys):
     assert told.endswith("\n0 of 1024 KV tokens in use\n")
 
 
+def test_the_snippets_about_the_prefix_cache(model):
+    page = (ROOT / "docs" / "prefix-cache.md").read_text()
+    asked, pinned = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert '"smollm2"' in pinned
+    names = {}
+    for snippet in (asked, pinned.replace('"smollm2"', repr(model))):
+        exec(compile(snippet, "prefix-cache.md", "exec"), names)
+    assert names["options"].host_kv_bytes == names["engine"].plan.host.kv_bytes == 64 * 2**20
+    assert names["pin"].ids
+
+
 def test_every_snippet_of_the_page(model, capsys):
     page = (ROOT / "docs" / "python-api.md").read_text()
     snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 import string
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,17 @@ def test_samples_differ_and_come_again_with_the_seed(llm):
     alone = llm.generate(["Once"] * 4, [replace(LETTERS, seed=child_seed(7, i)) for i in range(4)])
     assert texts == [output.text for output in alone]
     assert first.text == llm.generate("Once", LETTERS)[0].text
+
+
+def test_each_sample_says_what_of_the_prompt_it_found(llm):
+    """The others find what the first computes, which nobody had asked before; a second time all of them find it."""
+    prompt = "found by whoever comes later. " * 3
+    (first,), (again,) = (llm.generate(prompt, replace(LETTERS, n=3, max_tokens=2)) for _ in range(2))
+    cached = [sample.num_cached_tokens for sample in first.samples]
+    assert (first.num_cached_tokens, cached[0]) == (0, 0)
+    assert min(cached[1:]) > 0
+    assert again.num_cached_tokens == again.samples[0].num_cached_tokens > 0
+    assert llm.generate("?! nowhere", replace(LETTERS, max_tokens=1))[0].samples[0].num_cached_tokens == 0
 
 
 def test_samples_without_a_seed_differ(llm):
@@ -437,6 +450,28 @@ def test_plan_and_ledger(llm):
     assert (after.finished, after.generated_tokens) == (before.finished + 1, before.generated_tokens + 3)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        *[({"transfer_slice_s": value}, "transfer_slice_s") for value in (0, -1, math.inf, math.nan, True, "x", None)],
+        ({"transfer_slice_s": 10**400}, r"transfer_slice_s = 100000000000\.\.\. \(401 digits\): out of range"),
+        *[({"scratch_head_bytes": value}, "scratch_head_bytes") for value in (-1, 0.5, math.nan, True, "x", None)],
+        *[({"memory_bytes": value}, "memory_bytes") for value in (0, -1, 1.5, True, "1GiB", 2**63)],
+        ({"memory_bytes": GiB, "device": "cuda:1"}, "memory_bytes = 1073741824: cuda:1 is a card"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_sizes_and_times_of_an_engine_are_checked_when_they_are_asked_for(fields, words):
+    with pytest.raises(InvalidSetting, match=words) as refused:
+        EngineOptions(model="m", **fields)
+    assert refused.value.remedy
+
+
+def test_sizes_and_times_that_can_be():
+    EngineOptions(model="m", memory_bytes=1, scratch_head_bytes=0, transfer_slice_s=1)
+    EngineOptions(model="m", device="cuda:1", transfer_slice_s=1e-6)
+
+
 # -- options -----------------------------------------------------------------------------------------------------
 
 
@@ -468,16 +503,18 @@ def test_every_option_arrives():
         "memory": "1GiB", "max_seq_len": 1, "max_batch_size": 2, "max_num_tokens": 3, "kv_tokens": 4, "kv_bytes": 5,
         "total_bytes": 6, "keep_free_bytes": 0, "kv_fraction": "1/2", "kv_dtype": "bf16", "dtype": "fp32",
         "block_tokens": 8, "disabled_claims": "penalty tables", "attention": "other", "admission": "reserve_all",
-        "chunk_tokens": "none", "host_kv_bytes": "7", "prefix_caching": False, "fence": False,
+        "chunk_tokens": "none", "host_kv_bytes": "7", "prefix_caching": False, "fence": False, "device": " CPU ",
     }  # fmt: skip
     assert given.keys() == Options.__annotations__.keys()
     read = engine_options("m", given)
+    assert read.device == "cpu"
     found = {name: setting.value for name, setting in read.knobs.items() if setting.is_set}
     assert {name: str(value) for name, value in found.items()} == {
         "total_bytes": "6", "keep_free_bytes": "0", "kv_bytes": "5", "kv_tokens": "4", "kv_fraction": "1/2",
         "kv_dtype": "bfloat16", "block_tokens": "8", "admission": "reserve_all", "host_kv_bytes": "7",
     }  # fmt: skip
-    assert read.host_kv_bytes == 7
+    assert read.host_kv_bytes == 0, "no tier where no prefixes are cached"
+    assert engine_options("m", {**given, "prefix_caching": None}).host_kv_bytes == 7
     limits = read.limit_knobs
     assert [one.value for one in (limits.max_seq_len, limits.max_batch_size, limits.max_num_tokens)] == [1, 2, 3]
     assert (limits.prefix_caching.value, limits.prefix_caching.origin) == (False, Origin.API)
@@ -497,6 +534,11 @@ def test_every_option_arrives():
         ({"fence": "no"}, "fence = 'no'"),
         ({"prefix_caching": "no"}, "prefix_caching = 'no'.*neither True nor False"),
         ({"host_kv_bytes": "much"}, "host_kv_bytes = 'much'"),
+        ({"host_kv_bytes": 10**400}, r"host_kv_bytes = 100000000000\.\.\. \(401 digits\): larger than any there is"),
+        ({"memory": 10**5000}, r"memory = 100000000000\.\.\. \(5,001 digits\)"),
+        ({"kv_bytes": Fraction(1, 2)}, "kv_bytes = .*not a size"),
+        ({"memory": "1GiB", "device": "cuda"}, "memory_bytes = 1073741824: cuda:0 is a card.*total_bytes bounds what"),
+        ({"memory": "1GiB", "device": "gpu"}, "device = 'gpu': no device"),
         ({"chunk_tokens": "many"}, "chunk_tokens = 'many'"),
         ({"dtype": "int3"}, "dtype = 'int3'"),
         ({"dtype": "fp8"}, "dtype = .*float32"),

@@ -227,6 +227,23 @@ def test_the_stub_takes_the_same_flags(tonnage: Program, stub: dict[str, Any], s
     assert not soaked.last.has_sampler
 
 
+def test_a_stub_says_how_large_its_stores_are(tonnage: Program, stub: dict[str, Any], soaked: Any) -> None:
+    told = tonnage("soak", "--stub", "--kv-tokens", "4k").out.splitlines()[0]
+    assert told == (
+        "stub      a pool of 4,000 tokens, 1,000 more in a lent head, 16,000 in a host tier; a load takes up to 4 steps"
+    )
+    document = json.loads(tonnage("soak", "--stub", "--json").out)
+    assert document["stub"] == {
+        "pool_tokens": 8192, "head_tokens": 2048, "host_tier_tokens": 32_768, "load_steps": 4
+    }  # fmt: skip
+    bare = tonnage("soak", "--stub", "--no-prefix-caching").out
+    assert bare.startswith("stub      a pool of 8,192 tokens without a prefix cache\n")
+
+
+def test_an_engine_has_no_stub_to_tell_of(tonnage: Program, engine: FakeEngine, soaked: Any) -> None:
+    assert "stub" not in json.loads(tonnage("soak", "m", "--json").out)
+
+
 def test_faults_are_made_by_the_seed(tonnage: Program, stub: dict[str, Any], soaked: Any) -> None:
     """The engine and the judge are told of the same ones."""
     made = types.ModuleType("tonnage.engine.mishaps")

@@ -116,7 +116,24 @@ BROKEN = [
     ('{"prompt": "a", "logit_bias": [42]}', "logit_bias = [42]: not a mapping"),
     ('{"prompt": "a", "logit_bias": {"the": 1}}', "logit_bias = 'the': not a whole number"),
     ('{"prompt": "a", "min_tokens": 5, "max_tokens": 4}', "min_tokens = 5: above max_tokens = 4"),
-    ('{"prompt": "a", "cache": {"salt": ""}}', "salt = '': no text of a useful length"),
+    ('{"prompt": "a", "cache": {"salt": ""}}', "salt = 0 bytes: no text of a useful length"),
+    ('{"prompt": "a", "cache": {"salt": "' + "x" * 2000 + '"}}', "salt = 2,000 bytes: no text of a useful length"),
+    ('{"prompt": "a", "cache": {"foo": 1}}', "cache = 'foo': no field of that name"),
+    ('{"prompt": "a", "cache": {"priority": 50.5}}', "cache priority = 50.5: not a whole number"),
+    (
+        '{"prompt": "a", "cache": {"retain_seconds": 1' + "0" * 400 + "}}",
+        "retain_seconds = 100000000000... (401 digits)",
+    ),
+    ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "temperature = 100000000000... (401 digits): out of range"),
+    ('{"prompt": "a", "top_p": -1' + "0" * 400 + "}", "top_p = -100000000000... (401 digits): out of range"),
+    ('{"prompt": "a", "max_tokens": 1' + "0" * 400 + "}", "max_tokens = 100000000000... (401 digits): out of range"),
+    ('{"prompt": "a", "top_k": 1' + "0" * 5000 + "}", "not JSON"),
+    ('{"prompt": "a", "logit_bias": {"' + "1" * 5000 + '": 1}}', "not a whole number"),
+    (
+        '{"prompt": "a", "logit_bias": {"' + "1" * 50 + '": 1}}',
+        "logit_bias = 111111111111... (50 digits): out of range",
+    ),
+    ('{"prompt": "a", "min_p": Infinity}', "min_p = inf: out of range"),
     ('{"prompt": "a", "cache": {"pin": true}}', "write any of reuse, salt, priority, retain_seconds, retain_tokens"),
     ('{"prompt": "a", "use_beam_search": true}', '"use_beam_search": beam search is not supported, a sequence goes on'),
     ('{"prompt": "a", "num_beams": 4}', 'or ask for independent samples with "n"'),
@@ -138,6 +155,7 @@ def test_a_broken_line_is_told_and_the_others_run(
     (line,) = [line for line in ended.err.splitlines() if line.startswith("failed: ")]
     assert line.startswith("failed: line 2")
     assert told in line
+    assert len(line) < 400
     assert "2 finished, 1 failed" in ended.out
     ids = [line["id"] for line in lines_of(tmp_path / "out.jsonl") if "text" in line]
     assert ids == ["first", "line-3"]

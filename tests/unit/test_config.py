@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting
+from tonnage.errors import InvalidSetting
 
 
 def test_an_unset_setting_takes_the_default():
@@ -34,3 +35,19 @@ def test_configuration_is_frozen(made):
     field = dataclasses.fields(made)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(made, field, None)
+
+
+@pytest.mark.parametrize("kind", [Knobs, LimitKnobs])
+@pytest.mark.parametrize("value", [40 * 2**20, "40MiB", None, False], ids=repr)
+def test_a_plain_value_is_refused_with_what_to_write_instead(kind, value):
+    for field in dataclasses.fields(kind):
+        with pytest.raises(InvalidSetting, match=f"^{field.name} = ") as refused:
+            kind(**{field.name: value})
+        if field.name != "disabled_claims":
+            assert f"{field.name}=Setting(value)" in str(refused.value)
+            assert "tonnage.engine.settings.engine_options" in str(refused.value)
+
+
+def test_names_of_claims_are_not_taken_apart_into_letters():
+    with pytest.raises(InvalidSetting, match="disabled_claims = 'penalty tables': not a frozenset"):
+        Knobs(disabled_claims="penalty tables")

@@ -15,7 +15,8 @@ from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit
 from tonnage.hardware import CARDS, find_card, generic_card, host_card
-from tonnage.planner import plan_without_device
+from tonnage.planner import find_config, plan_ranks, plan_without_device
+from tonnage.planner.fit import fit
 from tonnage.planner.host_tier import (
     GEN3,
     GEN4,
@@ -28,7 +29,8 @@ from tonnage.planner.host_tier import (
     link_of,
     milliseconds,
 )
-from tonnage.terms import MemoryPlan, Rank, Source
+from tonnage.planner.workload import Goal
+from tonnage.terms import IDLE_TIER, HostPlan, MemoryPlan, Rank, Source
 from tonnage.units import GiB, MiB, parse_bytes
 
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
@@ -151,6 +153,98 @@ def test_what_is_taken_is_whole_blocks_and_what_one_sequence_needs_stays():
             plan_without_device(LLAMA_8B, card=generic_card(16 * GiB), knobs=knobs, limit_knobs=shape)
         needs.append((caught.value.need_bytes, caught.value.have_bytes))
     assert needs[0] == needs[1]
+
+
+@pytest.mark.parametrize("card", [generic_card(24 * GiB), host_card(24 * GiB)], ids=["card", "host"])
+@pytest.mark.parametrize("seq_len", [None, 4096])
+def test_a_tier_of_less_than_a_slab_is_refused_as_an_engine_refuses_it(card, seq_len):
+    def planned(host_kv_bytes: int, **limits: Setting[bool]) -> MemoryPlan:
+        return plan_without_device(
+            LLAMA_8B,
+            card=card,
+            knobs=Knobs(host_kv_bytes=Setting(host_kv_bytes)),
+            limit_knobs=LimitKnobs(max_seq_len=Setting(seq_len), max_batch_size=Setting(4), **limits),
+        )
+
+    slab_bytes = planned(GiB).kv.layout.slab_bytes
+    with pytest.raises(DoesNotFit, match="holds not one block of the KV cache") as caught:
+        planned(slab_bytes - 1)
+    assert (caught.value.where, caught.value.need_bytes, caught.value.have_bytes) == (
+        "host", slab_bytes, slab_bytes - 1,
+    )  # fmt: skip
+    assert caught.value.remedies == (f"set host_kv_bytes to at least {slab_bytes} bytes", "leave host_kv_bytes out")
+    assert planned(slab_bytes).host == HostPlan(kv_bytes=slab_bytes, taken_bytes=slab_bytes)
+    assert planned(slab_bytes - 1, prefix_caching=Setting(False)).host.taken_bytes == 0
+    assert planned(0).host == HostPlan()
+
+
+def test_every_rank_needs_a_slab_of_the_tier():
+    asked = {"card": find_card("H100"), "rank": Rank(size=4, tp=2, pp=2)}
+    made = plan_ranks(LLAMA_8B, **asked)
+    least = 4 * max(stage.kv.layout.slab_bytes for stage in made)
+    with pytest.raises(DoesNotFit, match=f"on each of 4 ranks.*set host_kv_bytes to at least {least} bytes"):
+        plan_ranks(LLAMA_8B, knobs=Knobs(host_kv_bytes=Setting(least - 1)), **asked)
+    for stage in plan_ranks(LLAMA_8B, knobs=Knobs(host_kv_bytes=Setting(least)), **asked):
+        assert stage.host == HostPlan(kv_bytes=least, taken_bytes=stage.kv.layout.slab_bytes)
+    with pytest.raises(DoesNotFit, match="holds not one block"):
+        fit(LLAMA_8B, goal=Goal.LONGEST_CONTEXT, knobs=Knobs(host_kv_bytes=Setting(1)), **asked)
+
+
+def test_the_plan_says_what_is_taken_and_what_was_asked():
+    made = plan_without_device(LLAMA_8B, card=find_card("H100"), knobs=Knobs(host_kv_bytes=Setting(5 * GiB + 100)))
+    assert (made.host.kv_bytes, made.host.taken_bytes) == (5 * GiB + 100, 5 * GiB)
+
+
+def test_without_a_prefix_cache_nothing_is_taken_and_that_is_told_once():
+    off = LimitKnobs(prefix_caching=Setting(False), max_seq_len=Setting(4096), max_batch_size=Setting(4))
+    for card in (host_card(24 * GiB), find_card("H100")):
+        made = plan_without_device(LLAMA_8B, card=card, knobs=Knobs(host_kv_bytes=Setting(GiB)), limit_knobs=off)
+        bare = plan_without_device(LLAMA_8B, card=card, limit_knobs=off)
+        assert made.host == HostPlan(kv_bytes=GiB, taken_bytes=0)
+        assert made.lines == bare.lines
+        assert [told for told in made.warnings if told.startswith("host_kv_bytes has no effect here")] == [
+            f"host_kv_bytes has no effect here: {IDLE_TIER}"
+        ]
+
+
+SMOLLM2 = find_config("smollm2")
+
+
+def refused_for_books(seq_len: int | None = 512, **knobs: Setting[int]) -> DoesNotFit:
+    with pytest.raises(DoesNotFit) as caught:
+        plan_without_device(
+            SMOLLM2,
+            card=host_card(GiB),
+            knobs=Knobs(**knobs),
+            limit_knobs=LimitKnobs(max_seq_len=Setting(seq_len)),
+        )
+    return caught.value
+
+
+def test_the_books_of_a_huge_tier_are_named_and_the_largest_that_fits_is_offered():
+    error = refused_for_books(host_kv_bytes=Setting(2**40))
+    assert re.search(
+        r"of its tables of 1.04 GiB, 1.04 GiB are host block metadata, .* host_kv_bytes = 1 TiB", error.what
+    )
+    (offer,) = [each for each in error.remedies if "host_kv_bytes" in each]
+    size = parse_bytes(offer.removeprefix("lower host_kv_bytes to "), knob="offer")
+    asked = {"card": host_card(GiB), "limit_knobs": LimitKnobs(max_seq_len=Setting(512))}
+    assert plan_without_device(SMOLLM2, knobs=Knobs(host_kv_bytes=Setting(size)), **asked).host.taken_bytes > 0
+    with pytest.raises(DoesNotFit):
+        plan_without_device(SMOLLM2, knobs=Knobs(host_kv_bytes=Setting(size + MiB)), **asked)
+
+
+def test_where_max_seq_len_is_open_it_is_told_what_there_would_be_without_the_tier():
+    error = refused_for_books(None, host_kv_bytes=Setting(2**40))
+    assert "host block metadata" in error.what
+    tokens = plan_without_device(SMOLLM2, card=host_card(GiB)).limits.max_seq_len
+    assert error.remedies[0] == f"leave host_kv_bytes out (room for sequences of {tokens:,} tokens)"
+
+
+def test_books_that_are_in_nobodys_way_are_not_named():
+    error = refused_for_books(kv_tokens=Setting(16), host_kv_bytes=Setting(4 * MiB))
+    assert "host" not in error.what
+    assert not any("host_kv_bytes" in each for each in error.remedies)
 
 
 def test_the_reference_knows_no_such_tier():

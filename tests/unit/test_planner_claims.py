@@ -68,6 +68,7 @@ def test_tables_on_the_host_are_what_the_formulas_of_the_layout_say():
     assert tables == {
         "page table": Fixed(bytes=2 * table),  # of slots, and of ids
         "block metadata": PerBlock(bytes_per_block=metadata_bytes_per_block(block_tokens=8, prefix_caching=True)),
+        "slot of no block": Fixed(bytes=4),
         "penalty tables": Fixed(bytes=penalty_table_bytes(max_batch_size=HOST_MAX_BATCH_SIZE, vocab_size=49_152)),
     }
 

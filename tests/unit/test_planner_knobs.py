@@ -90,7 +90,9 @@ def test_the_engine_takes_the_other_limits():
         ({"scratch": "borrow"}, "no such policy"),
         ({"state_dtype": "float3"}, "not a dtype"),
         ({"attended_tokens": 0}, "not a whole number above 0"),
-        ({"host_kv_bytes": -1}, "not a whole number above 0"),
+        ({"host_kv_bytes": -1}, "not a whole number of at least 0"),
+        ({"host_kv_bytes": 10**400}, "larger than any there is"),
+        ({"kv_bytes": 10**4000}, "larger than any there is"),
     ],
 )
 def test_knobs_refused(asked, said):

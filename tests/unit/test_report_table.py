@@ -18,7 +18,7 @@ from tonnage.report.diff_table import show_diff
 from tonnage.report.draw import console_for, share, slice_bar, spread
 from tonnage.report.run_table import planned_own_bytes, show_run
 from tonnage.report.table import show_plan
-from tonnage.terms import How, KVPool, LineKind, MemoryPlan, Rank, Source
+from tonnage.terms import HostPlan, How, KVPool, LineKind, MemoryPlan, Rank, Source
 from tonnage.units import GiB, MiB
 
 WIDTHS = [40, 80, 100, 160]
@@ -132,6 +132,48 @@ def test_where_nothing_was_cached_nothing_is_told_of_it() -> None:
     assert "host tier " not in text
 
 
+def with_tier(**limits: object) -> MemoryPlan:
+    plan = make_plan(host=HostPlan(kv_bytes=63 * MiB, taken_bytes=62 * MiB))
+    return replace(plan, limits=replace(plan.limits, **{"prefix_caching": True, **limits}))  # type: ignore[arg-type]
+
+
+def test_a_run_says_how_large_its_host_tier_is() -> None:
+    quiet = {"offloaded_blocks": 0, "loaded_blocks": 0}
+    text = drawn(show_run, make_run(with_tier(), **quiet), with_plan=False)
+    assert "host tier 31 blocks, 62 MiB (63 MiB asked)\n" in text
+    text = drawn(show_run, make_run(with_tier()), with_plan=False)
+    told = "host tier 31 blocks, 62 MiB (63 MiB asked); 300 blocks (600 MiB) to host memory, 1 block (2 MiB) back"
+    assert told in flat(text)
+    text = drawn(show_run, make_run(with_tier(prefix_caching=False), **quiet), with_plan=False)
+    assert "host tier none (63 MiB asked): no prefixes are cached" in text
+    older = replace(with_tier(), host=HostPlan(kv_bytes=63 * MiB))
+    assert "host tier 63 MiB asked\n" in drawn(show_run, make_run(older, **quiet), with_plan=False)
+
+
+@pytest.mark.parametrize(("cached", "told"), [(0, None), (8_169, 66), (8_271, 67), (12_345, 100), (61, 0), (62, 1)])
+def test_the_share_that_was_cached_is_rounded(cached: int, told: int | None) -> None:
+    text = drawn(show_run, make_run(cached_prompt_tokens=cached), with_plan=False)
+    assert (f"({told} %)" in text) == (told is not None)
+
+
+def pool_row(phase: str, *, now: int = 0, high: int = 8 * GiB, **fields: object) -> str:
+    """The KV row of a run whose pool is planned at 1 GiB, and now holds so much more."""
+    plan = make_plan(kv_blocks=512)
+    held = replace(entry(LineKind.KV, GiB + now, high=high), high_water_phase=phase, **fields)  # type: ignore[arg-type]
+    snapshot = replace(make_snapshot(plan), entries=(held,))
+    text = drawn(show_run, make_run(plan, snapshot=snapshot, audit=make_audit(plan, snapshot)), with_plan=False)
+    return next(flat(row) for row in text.splitlines() if row.startswith("kv "))
+
+
+def test_what_the_probes_held_before_there_was_a_plan_is_not_over_it() -> None:
+    assert pool_row("probe") == "kv 1 GiB 1 GiB 8 GiB in probe within now counted"
+    assert pool_row("probe/decode") == pool_row("probe")
+    assert pool_row("probe", now=MiB) == "kv 1 GiB 1.00 GiB 8 GiB in probe over by 1 MiB now counted"
+    assert pool_row("probe", high=GiB) == "kv 1 GiB 1 GiB 1 GiB within counted"
+    for phase in ("build", "close", "serve", ""):
+        assert pool_row(phase) == "kv 1 GiB 1 GiB 8 GiB over by 7 GiB counted"
+
+
 def test_a_run_whose_own_memory_is_unknown_says_so() -> None:
     plan = make_plan()
     snapshot = replace(make_snapshot(plan), own=None, unattributed=None)
@@ -175,6 +217,19 @@ def test_a_diff_says_what_moved_and_why() -> None:
 def test_a_diff_of_equal_files_says_so() -> None:
     text = drawn(show_diff, diff_files(PlanFile(make_plan()), PlanFile(make_plan()), names=("a", "b")))
     assert text == "a → b: nothing differs\n"
+
+
+def test_a_diff_of_runs_compares_what_was_cached_and_the_host_tier() -> None:
+    first = make_run(with_tier(), offloaded_blocks=0, cached_prompt_tokens=0)
+    second = make_run(replace(with_tier(), host=HostPlan(kv_bytes=127 * MiB, taken_bytes=126 * MiB)), suspensions=9)
+    diff = diff_files(RunFile(first), RunFile(second), names=("a", "b"))
+    assert [(change.name, change.before, change.after) for change in (*diff.pool, *diff.run)] == [
+        ("host.taken_bytes", 62 * MiB, 126 * MiB),
+        ("suspensions", 7, 9),
+        ("cached_prompt_tokens", 0, 8192),
+        ("offloaded_blocks", 0, 300),
+    ]
+    assert "host.taken_bytes 62 MiB 126 MiB +64 MiB" in flat(drawn(show_diff, diff))
 
 
 def test_a_diff_of_runs_compares_counts_too() -> None:

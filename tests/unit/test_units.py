@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+from decimal import Decimal
 from fractions import Fraction
 
 import pytest
@@ -10,15 +13,20 @@ from hypothesis import strategies as st
 
 from tonnage.errors import InvalidSetting
 from tonnage.units import (
+    LARGEST,
     GiB,
     MiB,
+    TiB,
     ceil_div,
+    check_number,
+    check_whole,
     format_bytes,
     parse_bytes,
     parse_count,
     parse_fraction,
     round_down,
     round_up,
+    shown,
 )
 
 
@@ -102,3 +110,90 @@ def test_rounding(value, multiple):
     assert down % multiple == up % multiple == 0
     assert up - down in (0, multiple)
     assert ceil_div(value, multiple) == up // multiple
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["9" * 5000, "1e60GB", 10**400, 10**5000, LARGEST + 1, Fraction(1, 2), None, ["1GiB"]],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("parse", [parse_bytes, parse_count])
+def test_what_is_too_large_or_of_another_kind_is_told_in_a_line(parse, text):
+    with pytest.raises(InvalidSetting, match=r"^host_kv_bytes = ") as caught:
+        parse(text, knob="host_kv_bytes")
+    assert len(str(caught.value)) < 250
+
+
+def test_the_largest_size_is_one():
+    assert parse_bytes(LARGEST, knob="memory") == parse_bytes(str(LARGEST), knob="memory") == 2**63 - 1
+
+
+@given(st.integers(0, 2**53))
+def test_printed_sizes_are_those_that_floats_give_where_they_are_exact(size):
+    for unit, scale in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", 1024)):
+        if size >= scale:
+            assert format_bytes(size) == (f"{size / scale:.2f} {unit}" if size % scale else f"{size // scale} {unit}")
+            return
+    assert format_bytes(size) == f"{size} B"
+
+
+def test_a_size_beyond_all_floats_is_printed():
+    assert format_bytes(2**40 * 10**400 + 2**38) == "1" + "0" * 400 + ".25 TiB"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (7, "7"),
+        ("x" * 80, repr("x" * 80)),
+        (10**40, "100000000000... (41 digits)"),
+        (10**400 - 1, "999999999999... (400 digits)"),
+        (-(10**9999), "-100000000000... (10,000 digits)"),
+        ("y" * 500, repr("y" * 80) + "... (500 characters)"),
+        (Fraction(10**5000), "a Fraction"),
+        ([0] * 100, "[" + "0, " * 26 + "0... (a list)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_long_is_shown_short(value, told):
+    assert repr(shown(value)) == told
+    error = InvalidSetting("knob", shown(value), "wrong")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == f"knob = {told}: wrong."
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (10**400, "out of range"),
+        (-(10**400), "out of range"),
+        (10**5000, "out of range"),
+        (math.inf, "out of range"),
+        (-math.inf, "out of range"),
+        (math.nan, "not a number"),
+        (True, "not a number"),
+        ("1", "not a number"),
+        (None, "not a number"),
+        (Decimal("0.5"), "a Decimal, and neither an int nor a float"),
+        (Fraction(1, 2), "a Fraction, and neither an int nor a float"),
+        (1j, "a complex, and neither an int nor a float"),
+        (0, "out of range"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers(value, told):
+    with pytest.raises(InvalidSetting, match=told):
+        check_number("x", value, 0, 1, above=True)
+
+
+def test_the_ends_of_a_range_of_numbers():
+    check_number("x", 10**400, 0, math.inf)
+    with pytest.raises(InvalidSetting, match="out of range"):
+        check_number("x", math.inf, 0, math.inf)
+    check_number("x", 1, 0, 1, above=True)
+    check_number("x", 1e-300, 0, 1, above=True)
+
+
+@pytest.mark.parametrize("value", [0.5, 1.0, True, None, "1", Decimal(1), Fraction(1), math.nan])
+def test_no_whole_numbers(value):
+    with pytest.raises(InvalidSetting, match="not a whole number"):
+        check_whole("x", value, 0)

@@ -20,7 +20,7 @@ from tonnage import __version__
 from tonnage.errors import TonnageError
 
 #: Adding a verb is one file, and its name here. A file is imported when its verb is asked for, or help for all.
-VERBS = ("plan", "fit", "curve", "run", "bench", "soak", "report", "diff", "devices")
+VERBS = ("plan", "fit", "curve", "buckets", "run", "bench", "soak", "report", "diff", "devices")
 
 TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
 INTERRUPTED, PIPE_CLOSED = 130, 141

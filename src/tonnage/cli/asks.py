@@ -19,6 +19,8 @@ SAMPLING_KEYS = frozenset(each.name for each in fields(SamplingParams))
 KEYS = SAMPLING_KEYS | {"id", "prompt", "messages"}
 #: How other engines' requests ask for several ways on, of which the best is kept.
 _BEAM_KEYS = ("num_beams", "beam_width", "use_beam_search", "best_of")
+#: Digits that a token id may be written with, zeros in front among them.
+MAX_ID_DIGITS = 100
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EXAMPLE = '{"prompt": "Hello"}'
 
@@ -159,8 +161,9 @@ def _params(given: Mapping[str, Any], sampling: Mapping[str, Any]) -> SamplingPa
 
 
 def _token(key: str) -> int | str:
-    """A token id, which JSON can only write as text; anything else is left for ``SamplingParams`` to refuse."""
-    return int(key) if key.isascii() and key.isdigit() else key
+    """A token id, which JSON can only write as text; anything else is left for ``SamplingParams`` to refuse. Python
+    makes no number of some thousand digits."""
+    return int(key) if key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS else key
 
 
 def _messages(value: object) -> list[Message]:

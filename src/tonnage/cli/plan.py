@@ -118,7 +118,8 @@ def with_warnings(made: MemoryPlan, planning: Planning, card: Card) -> MemoryPla
     from tonnage.planner.host_tier import held_text
     from tonnage.report.idle import idle_settings
 
-    found = [*idle_settings(made), dtype_warning_of(card, planning.dtype, planning.config)]
+    idle = [told for told in idle_settings(made) if told not in made.warnings]
+    found = [*idle, dtype_warning_of(card, planning.dtype, planning.config)]
     if made.host.kv_bytes:
         stages = planning.stages(made.knobs, made.limit_knobs, card) if planning.rank.pp > 1 else (made,)
         found.append(held_text(stages))

@@ -10,7 +10,7 @@ import typer
 from tonnage.cli.options import Text, option
 from tonnage.errors import InvalidSetting
 from tonnage.sampling import SamplingParams
-from tonnage.units import parse_count
+from tonnage.units import parse_count, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,4 +85,4 @@ def _check(name: str, text: object, values: dict[str, Any]) -> None:
         SamplingParams(**values)
     except InvalidSetting as bad:
         why = bad.what.removeprefix(f"{bad.knob} = {bad.value!r}: ")
-        raise InvalidSetting(f"--{name.replace('_', '-')}", text, why, remedy=bad.remedy) from None
+        raise InvalidSetting(f"--{name.replace('_', '-')}", shown(text), why, remedy=bad.remedy) from None

@@ -76,9 +76,13 @@ def soak(
     from tonnage.bench.report import show_soak, soak_document, text_of
     from tonnage.report.draw import console_for
 
+    store = _store_of(_stub_sizes(settings)) if stub else {}
     if as_json:
-        print(text_of(soak_document(report, seed=number, command=["tonnage", *sys.argv[1:]])), end="")
+        document = soak_document(report, seed=number, command=["tonnage", *sys.argv[1:]])
+        print(text_of(document | ({"stub": store} if store else {})), end="")
     else:
+        if store:
+            print(_store_text(store))
         show_soak(report, console_for(sys.stdout))
     if stop and report.is_good:
         print("interrupted: the verdict is about what was asked until then", file=sys.stderr)
@@ -171,15 +175,27 @@ def _stub(settings: dict[str, Any], seed: int, faults: float) -> tuple[Any, Any]
         from tonnage.engine.mishaps import Mishaps
 
         mishaps = Mishaps(probability=faults, seed=seed)
+    engine = stub_engine(
+        **_stub_sizes(settings),
+        **({} if mishaps is None else {"mishaps": mishaps}),
+        end_probability=STUB_END_PROBABILITY,
+        seed=seed,
+    )
+    return engine, mishaps
+
+
+def _stub_sizes(settings: dict[str, Any]) -> dict[str, Any]:
+    """What ``stub_engine`` is asked for: its limits, and how large its pool, its head and its host tier are."""
     knobs, limits = settings["knobs"], settings["limit_knobs"]
     kv_tokens = knobs.kv_tokens.or_else(STUB_KV_TOKENS)
     sizes = {
+        "kv_tokens": kv_tokens,
+        "max_seq_len": limits.max_seq_len.or_else(STUB_MAX_SEQ_LEN),
         "block_tokens": knobs.block_tokens.value,
         "admission": knobs.admission.value,
         "max_batch_size": limits.max_batch_size.value,
         "max_num_tokens": limits.max_num_tokens.value,
         "chunk_tokens": settings.get("chunk_tokens"),
-        "mishaps": mishaps,
     }
     if limits.prefix_caching.or_else(True):
         sizes |= {
@@ -189,11 +205,24 @@ def _stub(settings: dict[str, Any], seed: int, faults: float) -> tuple[Any, Any]
             "head_tokens": kv_tokens // STUB_HEAD_PARTS,
             "load_steps": STUB_LOAD_STEPS,
         }
-    engine = stub_engine(
-        kv_tokens=kv_tokens,
-        max_seq_len=limits.max_seq_len.or_else(STUB_MAX_SEQ_LEN),
-        end_probability=STUB_END_PROBABILITY,
-        seed=seed,
-        **{name: value for name, value in sizes.items() if value is not None},
+    return {name: value for name, value in sizes.items() if value is not None}
+
+
+def _store_of(sizes: dict[str, Any]) -> dict[str, int]:
+    """Where the stub's blocks lie, in tokens: as many as were asked for, before they are rounded up to blocks."""
+    return {
+        "pool_tokens": sizes["kv_tokens"],
+        "head_tokens": sizes.get("head_tokens", 0),
+        "host_tier_tokens": sizes.get("host_kv_tokens", 0),
+        "load_steps": sizes.get("load_steps", 0),
+    }
+
+
+def _store_text(store: dict[str, int]) -> str:
+    told = f"stub      a pool of {store['pool_tokens']:,} tokens"
+    if not store["host_tier_tokens"]:
+        return f"{told} without a prefix cache"
+    return (
+        f"{told}, {store['head_tokens']:,} more in a lent head, {store['host_tier_tokens']:,} in a host tier; a load "
+        f"takes up to {store['load_steps']} steps"
     )
-    return engine, mishaps

@@ -32,6 +32,7 @@ class Sample:
     finish_reason  "stop", "length", "cancelled" or "error"; ``error`` says why it failed
     stop_reason    the stop string or stop id that ended it; None for the model's end token
     num_suspended  so often it gave its memory up and was computed again
+    num_cached_tokens  of the prompt, those that this sample found in the KV cache when it was first admitted
     """
 
     text: str
@@ -42,6 +43,7 @@ class Sample:
     stop_reason: str | int | None
     error: str | None
     num_suspended: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,8 @@ class Output:
     """What came of one prompt: ``params.n`` samples, in the order of their seeds.
 
     ``prompt_logprobs``: of every prompt token but the first, if asked for. ``num_cached_tokens``: of the prompt, those
-    that the first sample found in the KV cache.
+    that the first sample found in the KV cache: what earlier texts left there. The other samples find what the first
+    computed as well, and each says how much (``Sample.num_cached_tokens``).
     """
 
     request_id: str
@@ -313,4 +316,5 @@ def _sample(completion: Completion) -> Sample:
         stop_reason=completion.stop_reason,
         error=completion.error,
         num_suspended=completion.num_suspended,
+        num_cached_tokens=completion.num_cached_tokens,
     )

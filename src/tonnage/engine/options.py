@@ -10,13 +10,16 @@ from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import is_host
-from tonnage.units import round_up
+from tonnage.units import check_number, check_whole, round_up, shown
 
 #: Prefill tokens in a step that also decodes, where nothing else was asked for. On a CPU a token costs the same in
-#: prefill and decode, so this many beside a batch of decodes make a step of about twice the time.
+#: prefill and decode, so this many beside a batch of decodes make a step of about twice the time. A card reads all
+#: weights for a batch of decodes, and computes prefill meanwhile: there a step takes as many as it can.
 TOKENS_BESIDE_DECODES = 64
 #: Of the time between two steps of a busy engine a small part, and still hundreds of megabytes on a fast link.
 TRANSFER_SLICE_S = 0.01
+#: No step waits for its transfers for longer.
+MAX_TRANSFER_SLICE_S = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +33,12 @@ class Chunking:
     beside_decodes: int | None = None
 
     @classmethod
-    def of(cls, chunk_tokens: int | Literal["none"] | None, *, block_tokens: int) -> Chunking:
+    def of(
+        cls, chunk_tokens: int | Literal["none"] | None, *, block_tokens: int, device_kind: str = "host"
+    ) -> Chunking:
         """From ``EngineOptions.chunk_tokens``. Raises ``InvalidSetting``."""
+        if chunk_tokens is None and device_kind == "cuda":
+            return cls()
         if chunk_tokens is None:
             return cls(beside_decodes=round_up(TOKENS_BESIDE_DECODES, block_tokens))
         if chunk_tokens == "none":
@@ -53,8 +60,10 @@ class EngineOptions:
     imports; None takes what the system has available. ``dtype`` of weights and compute: default the model's own.
 
     ``chunk_tokens`` cuts prompts: at most so many prefill tokens in a step (rounded up to whole blocks). None: what a
-    step computes, but few in a step that also decodes, so that decodes are not held up. "none": prompts are not cut,
+    step computes; on the host few in one that also decodes, so that decodes are not held up. "none": prompts are not cut,
     and one longer than a step is refused.
+
+    ``compile``: on a card, layers run under ``torch.compile``, which takes some seconds of the first start.
 
     ``random_weights``: nothing is loaded and the text means nothing, for measuring a model of which only config.json is
     at hand; without a tokenizer prompts are bytes and texts are letters.
@@ -79,9 +88,25 @@ class EngineOptions:
     chunk_tokens: int | Literal["none"] | None = None
     fence: bool = True
     random_weights: bool = False
+    compile: bool = True
     scratch_head_bytes: int = 0
     transfer_slice_s: float = TRANSFER_SLICE_S
     reference: ReferenceKnobs | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ``InvalidSetting`` for a size or a time that cannot be, and for the size of a card."""
+        check_number("transfer_slice_s", self.transfer_slice_s, 0, MAX_TRANSFER_SLICE_S, above=True)
+        check_whole("scratch_head_bytes", self.scratch_head_bytes, 0)
+        if self.memory_bytes is None:
+            return
+        if self.device_kind == "cuda":
+            raise InvalidSetting(
+                "memory_bytes",
+                shown(self.memory_bytes),
+                f"cuda:{self.ordinal} is a card and has a size of its own",
+                remedy="leave it out (--memory, memory=); total_bytes bounds what the engine takes of the card",
+            )
+        check_whole("memory_bytes", self.memory_bytes, 1)
 
     @property
     def device_kind(self) -> str:
@@ -105,9 +130,11 @@ class EngineOptions:
 
     @property
     def host_kv_bytes(self) -> int:
-        """Host memory for evicted blocks, by whichever policy plans; 0: none."""
+        """Host memory for evicted blocks, by whichever policy plans; 0: none, as where no block is used again."""
         if self.reference is not None:
-            return self.reference.host_cache_bytes or 0
+            return (self.reference.host_cache_bytes or 0) if self.reference.enable_block_reuse else 0
+        if not self.limit_knobs.prefix_caching.or_else(True):
+            return 0
         return self.knobs.host_kv_bytes.or_else(0)
 
     @property

@@ -21,7 +21,7 @@ from tonnage.planner.claims import claims_for, unlisted
 from tonnage.planner.knobs import check_knobs, refuse_planned_only
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.policy import refuse_own_money
-from tonnage.planner.question import Question, answer, listed_claims
+from tonnage.planner.question import Question, answer, listed_claims, refuse_small_tier
 from tonnage.planner.ranks import all_plan, plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
 from tonnage.planner.weights import checkpoint_of
@@ -57,6 +57,8 @@ def plan_ranks(config: ModelConfig, **asked: Unpack[Asked]) -> tuple[MemoryPlan,
     """One plan for each pipeline stage of the engine that ``rank`` belongs to, all with the tokens of the smallest;
     its index is not looked at. Ranks of one stage are alike. Raises as ``plan_without_device``, naming the rank."""
     questions = questions_for(config, **asked)
+    check_knobs(questions[0].knobs)
+    refuse_small_tier(questions)
     try:
         return plan_stages(questions)
     except DoesNotFit as refusal:
@@ -118,6 +120,8 @@ def _unlisted(question: Question, extra: Sequence[Claim]) -> tuple[Claim, ...]:
 
 
 def _answer(question: Question) -> MemoryPlan:
+    check_knobs(question.knobs)
+    refuse_small_tier([question])
     try:
         return answer(question)
     except DoesNotFit as refusal:

@@ -41,7 +41,8 @@ def claims_for(
     "host"; on a host the pool's bookkeeping lies on the device too. ``chip`` tells how attention expands a cached
     past; without one it is taken to expand all of it. ``counted`` reserves are held by the plan's quantities already.
     ``layout`` tells how many page tables there are; without one, a single table of ``block_tokens``. ``beam_width``
-    sequences may share a seat. ``host_kv_bytes`` of host memory, this rank's, hold evicted blocks of the ``layout``.
+    sequences may share a seat. ``host_kv_bytes`` of host memory, this rank's, hold evicted blocks of the ``layout``,
+    where prefixes are cached.
     Raises ``InvalidSetting`` for an unknown backend or dtype.
     """
     rank, dtype = rank or Rank(), dtype or config.dtype
@@ -64,7 +65,7 @@ def claims_for(
             counted=counted,
             layout=layout,
             beam_width=beam_width,
-            num_host_blocks=0 if layout is None else host_kv_bytes // layout.slab_bytes,
+            num_host_blocks=host_kv_bytes // layout.slab_bytes if layout is not None and limits.prefix_caching else 0,
         )
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from tonnage.errors import DoesNotFit
 from tonnage.hardware import Card
 from tonnage.layout import sequence_bytes as slab_bytes_of
 from tonnage.terms import MemoryPlan, Source
@@ -130,6 +131,28 @@ def sequence_bytes(plan: MemoryPlan, seq_tokens: int) -> int:
     return slab_bytes_of(plan.kv.layout, tokens, encoder_tokens=plan.limits.max_encoder_tokens)
 
 
+def whole_slabs(share_bytes: int, slab_bytes: int) -> int:
+    """Bytes that a rank takes of its share of the tier."""
+    return share_bytes // slab_bytes * slab_bytes
+
+
+def refuse_less_than_a_slab(asked_bytes: int, *, num_ranks: int, slab_bytes: int, knob: str = "host_kv_bytes") -> None:
+    """Raise ``DoesNotFit`` for a tier of which a rank's share holds not one slab, as an engine does when it starts."""
+    least = num_ranks * slab_bytes
+    if not 0 < asked_bytes < least:
+        return
+    each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    raise DoesNotFit(
+        f"{knob} of {format_bytes(asked_bytes)} holds not one block of the KV cache{each}",
+        need_bytes=least,
+        have_bytes=asked_bytes,
+        need=f"{least:,} bytes for a block{each}",
+        have=f"{asked_bytes:,} bytes",
+        remedies=(f"set {knob} to at least {least} bytes", f"leave {knob} out"),
+        where="host",
+    )
+
+
 def held_text(plans: Sequence[MemoryPlan]) -> str:
     """What the host memory that was given holds, for plans of one of each stage; empty where none was given, or where
     it is of no use."""
@@ -150,7 +173,7 @@ def held_text(plans: Sequence[MemoryPlan]) -> str:
 def _blocks_text(plan: MemoryPlan) -> str:
     """What one rank takes of it: whole blocks, never more than was asked."""
     slab_bytes, share = plan.kv.layout.slab_bytes, plan.host.kv_bytes // plan.rank.size
-    number, rest = divmod(share, slab_bytes)
+    number, rest = plan.host.taken_bytes // slab_bytes, share - plan.host.taken_bytes
     told = f", in {number:,} whole blocks of {format_bytes(slab_bytes)}{' a rank' if plan.rank.size > 1 else ''}"
     return f"{told}, {rest:,} bytes of what was asked are none and are not taken" if rest else told
 

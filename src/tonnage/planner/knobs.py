@@ -7,6 +7,7 @@ from fractions import Fraction
 from tonnage.config import Knobs, LimitKnobs, parse_admission
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.errors import InvalidSetting
+from tonnage.units import LARGEST, shown
 
 #: Where scratch grows with what a step attends to: "cap" keeps steps within what is left, "reserve" pays for the worst.
 SCRATCH_POLICIES = ("cap", "reserve")
@@ -47,10 +48,11 @@ def check_knobs(knobs: Knobs) -> None:
             _check_size(name, setting.value, least=0 if name in ("keep_free_bytes", "host_kv_bytes") else 1)
 
 
-def refuse_planned_only(knobs: Knobs, limits: LimitKnobs) -> None:
-    """Raise ``InvalidSetting`` for what a plan knows and the engine cannot obey: it would have no effect."""
+def refuse_planned_only(knobs: Knobs, limits: LimitKnobs, *, obeyed: frozenset[str] = frozenset()) -> None:
+    """Raise ``InvalidSetting`` for what a plan knows and the engine cannot obey: it would have no effect. ``obeyed``:
+    what it can all the same, where it runs."""
     for name, setting in knobs.items() + limits.items():
-        if name in PLANNED_ONLY and setting.is_set:
+        if name in PLANNED_ONLY and name not in obeyed and setting.is_set:
             raise InvalidSetting(
                 name,
                 setting.text or setting.value,
@@ -78,4 +80,7 @@ def _check_scratch(value: object) -> None:
 
 def _check_size(name: str, value: object, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidSetting(name, value, "not a whole number above 0", remedy=f"write {least} or more")
+        told = "not a whole number above 0" if least else "not a whole number of at least 0"
+        raise InvalidSetting(name, shown(value), told, remedy=f"write {least} or more")
+    if value > LARGEST:
+        raise InvalidSetting(name, shown(value), "larger than any there is", remedy=f"write at most {LARGEST}")

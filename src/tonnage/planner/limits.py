@@ -22,6 +22,7 @@ from tonnage.layout import PENALTY_TABLES
 from tonnage.planner.drafts import DEFAULT_DRAFT_TOKENS
 from tonnage.planner.graphs import graph_sizes
 from tonnage.sampling import MAX_LOGPROBS
+from tonnage.units import LARGEST, shown
 
 #: Defaults on the host device: a probe of 8,192 tokens would take tens of seconds on a CPU.
 HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS = 32, 512
@@ -176,4 +177,6 @@ def _check_whole(name: str, setting: Setting[int], *, least: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         told = "not a whole number above 0" if least else "not a whole number"
-        raise InvalidSetting(name, setting.text or value, told, remedy=f"write {least} or more")
+        raise InvalidSetting(name, shown(setting.text or value), told, remedy=f"write {least} or more")
+    if value > LARGEST:
+        raise InvalidSetting(name, shown(value), "larger than any there is", remedy=f"write at most {LARGEST}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import tonnage
@@ -20,11 +20,12 @@ from tonnage.hardware import Card
 from tonnage.layout import KVLayout
 from tonnage.planner.claims import claims_for, without
 from tonnage.planner.drafts import draft_warnings, with_draft_layers
+from tonnage.planner.host_tier import refuse_less_than_a_slab, whole_slabs
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import num_drafts, resolve_limits, why_no_prefixes
 from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money, windows_by
 from tonnage.planner.predict import leave_out, predict
-from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank
+from tonnage.terms import IDLE_TIER, Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
 
 if TYPE_CHECKING:
@@ -70,11 +71,16 @@ class Question:
         return self.knobs.block_tokens.or_else(DEFAULT_BLOCK_TOKENS)
 
     @property
+    def asked_host_bytes(self) -> int:
+        """Host memory for evicted blocks, of all ranks together; the reference's knob is a size for each."""
+        if self.reference is not None:
+            return (self.reference.host_cache_bytes or 0) * self.rank.size
+        return self.knobs.host_kv_bytes.or_else(0)
+
+    @property
     def host_kv_bytes(self) -> int:
         """The share of one rank."""
-        if self.reference is not None:
-            return self.reference.host_cache_bytes or 0
-        return self.knobs.host_kv_bytes.or_else(0) // self.rank.size
+        return self.asked_host_bytes // self.rank.size
 
     @property
     def kv_dtype(self) -> str:
@@ -124,26 +130,51 @@ def fitted_seq_len(question: Question) -> int | None:
     return round_down(found, question.block_tokens)
 
 
+def refuse_small_tier(questions: Sequence[Question]) -> None:
+    """Raise ``DoesNotFit`` for a host tier of less than one slab on each rank; one question for each pipeline stage."""
+    asked, first = questions[0].asked_host_bytes, questions[0]
+    if not asked:
+        return
+    shapes = [_shape(question, None) for question in questions]
+    if not shapes[0].limits.prefix_caching:
+        return
+    refuse_less_than_a_slab(
+        asked,
+        num_ranks=first.rank.size,
+        slab_bytes=max(shape.layout.slab_bytes for shape in shapes),
+        knob="host_kv_bytes" if first.reference is None else "host_cache_bytes",
+    )
+
+
 def _answer_at(question: Question, fitted: int | None) -> MemoryPlan:
     """One run of the arithmetic; ``fitted`` stands in for a max_seq_len that was left open."""
-    return answered(
+    made = answered(
         inputs_at(question, fitted),
         config=question.config,
         kv_dtype=question.kv_dtype,
         reference=question.reference,
     )
+    if not question.asked_host_bytes:
+        return made
+    taken = whole_slabs(question.host_kv_bytes, made.kv.layout.slab_bytes) if made.limits.prefix_caching else 0
+    return replace(made, host=replace(made.host, kv_bytes=question.asked_host_bytes, taken_bytes=taken))
 
 
-def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
-    """All that the arithmetic sees of the question; ``fitted`` stands in for a max_seq_len that was left open.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """Limits in force, the settings that they come from, and the cache's layout."""
 
-    Raises ``InvalidSetting`` as limits, layout and claims do.
-    """
-    config, knobs, card = question.config, question.knobs, question.card
+    limits: Limits
+    settings: LimitKnobs
+    layout: KVLayout
+
+
+def _shape(question: Question, fitted: int | None) -> _Shape:
+    config, knobs = question.config, question.knobs
     limits, settings = resolve_limits(
         config,
         question.limit_knobs,
-        device_kind=card.kind,
+        device_kind=question.card.kind,
         fitted_seq_len=fitted,
         disabled_claims=knobs.disabled_claims,
         graphs=knobs.graphs,
@@ -160,10 +191,20 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
         rank=question.rank,
         with_mtp=limits.max_draft_tokens > 0,
     )
+    return _Shape(limits=limits, settings=settings, layout=layout)
+
+
+def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
+    """All that the arithmetic sees of the question; ``fitted`` stands in for a max_seq_len that was left open.
+
+    Raises ``InvalidSetting`` as limits, layout and claims do.
+    """
+    knobs, card, shape = question.knobs, question.card, _shape(question, fitted)
+    limits, layout = shape.limits, shape.layout
     claims = (*listed_claims(question, limits, layout), *question.extra_claims)
     return PlanInputs(
         device_name=card.name,
-        model_name=config.name,
+        model_name=question.config.name,
         chip=card.chip,
         measured=question.measured or _predicted(question, limits),
         claims=without(claims, knobs.disabled_claims, is_what_if=question.measured is None),
@@ -171,7 +212,7 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
         page_bytes=question.page_bytes,
         knobs=knobs,
         limits=limits,
-        limit_knobs=settings,
+        limit_knobs=shape.settings,
         fingerprint=fingerprint(question, limits),
         warnings=(*_warnings(question, limits, fitted), *_what_ifs(claims, knobs.disabled_claims)),
         ranks_tokens=question.ranks_tokens,
@@ -228,6 +269,8 @@ def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[s
     found += draft_warnings(config, question.draft)
     if why := _no_prefixes(question):
         found.append(why)
+    if question.asked_host_bytes and not limits.prefix_caching:
+        found.append(f"host_kv_bytes has no effect here: {IDLE_TIER}")
     if fitted is not None:
         found.append(
             f"max_seq_len is {limits.max_seq_len:,}, the largest that fits; the model has "

@@ -13,14 +13,18 @@ from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Origin, Setting
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.host_tier import WHAT_FOR, host_tier
 from tonnage.planner.limits import resolve_limits
-from tonnage.planner.question import Question, answer
+from tonnage.planner.question import Question, answer, inputs_at
 from tonnage.planner.weights import weights_for
+from tonnage.reserves.tables import HOST_BOOKS
+from tonnage.terms import Fixed, LineKind
 from tonnage.units import MiB, TiB, ceil_div, decimal_text, format_bytes
 
 #: Where max_seq_len was left open, a remedy must make room for sequences of this many tokens: fewer are of no use.
 USEFUL_TOKENS = 4096
 #: What two measured starts may differ by: a remedy must still hold at the next one.
 REPEAT_BYTES = 16 * MiB
+#: Books of a host tier that are less than one part in so many of the device are in nobody's way.
+SMALL_BOOKS = 100
 #: Searches for a size of memory stop here.
 MOST_BYTES = 64 * TiB
 
@@ -49,12 +53,17 @@ def with_remedies(
 
     ``works`` says whether a changed question does; by default, whether it has a plan of its own.
     """
+    if refusal.where == "host":
+        return refusal  # of the host tier alone, and it has its remedies
     aimed = _aimed(question)
     finders = _REMEDIES if question.limit_knobs.max_seq_len.is_set else _REMEDIES[1:]
     found = found_by(finders, Aim(aimed, works or plans))
-    if found and not question.limit_knobs.max_seq_len.is_set:
-        found[-1] += f" (room for sequences of {aimed.limit_knobs.max_seq_len.value:,} tokens)"
-    return refusal.told_as(remedies=found, where=place_of(question))
+    if not question.limit_knobs.max_seq_len.is_set:
+        if found:
+            found[-1] += f" (room for sequences of {aimed.limit_knobs.max_seq_len.value:,} tokens)"
+        if not any("host_kv_bytes" in each for each in found) and (without := _without_tier(question)):
+            found.insert(0, without)
+    return refusal.told_as(what=refusal.what + _books_text(aimed), remedies=found, where=place_of(question))
 
 
 def found_by(finders: tuple[Finder, ...], aim: Aim) -> list[str]:
@@ -121,6 +130,53 @@ def _smaller_seq_len(aim: Aim) -> str | None:
     asked = aim.question.limit_knobs.max_seq_len.or_else(1)
     found = largest(lambda n: aim.with_limit("max_seq_len", n), low=1, high=asked - 1)
     return None if found is None else f"lower max_seq_len to {found}"
+
+
+def _smaller_tier(aim: Aim) -> str | None:
+    """Where the books of the host tier lie on the device, the largest tier beside whose books the rest finds room."""
+    question = aim.question
+    asked = question.knobs.host_kv_bytes.value
+    if not asked or HOST_BOOKS not in _fixed_tables(question):
+        return None
+    least = question.rank.size * inputs_at(question).layout.slab_bytes
+    low, high = ceil_div(least, MiB), (asked - 1) // MiB
+    found = largest(lambda n: aim.with_knob("host_kv_bytes", n * MiB), low=low, high=high)
+    if found is not None:
+        return f"lower host_kv_bytes to {size_text(found * MiB)}"
+    without = replace(question, knobs=replace(question.knobs, host_kv_bytes=Setting()))
+    return "leave host_kv_bytes out" if aim.works(without) else None
+
+
+def _without_tier(question: Question) -> str | None:
+    """Where no tier leaves room for sequences worth having and none at all leaves room for some, how long those are."""
+    if not question.knobs.host_kv_bytes.value or HOST_BOOKS not in _fixed_tables(question):
+        return None
+    try:
+        made = answer(replace(question, knobs=replace(question.knobs, host_kv_bytes=Setting())))
+    except UserError:
+        return None
+    return f"leave host_kv_bytes out (room for sequences of {made.limits.max_seq_len:,} tokens)"
+
+
+def _fixed_tables(question: Question) -> dict[str, int]:
+    """Bytes of the tables that do not grow with the pool, by name."""
+    return {
+        claim.name: claim.cost.bytes
+        for claim in inputs_at(question).claims
+        if claim.line is LineKind.TABLES and claim.applies and isinstance(claim.cost, Fixed)
+    }
+
+
+def _books_text(question: Question) -> str:
+    """What the tables are mostly made of, where that is the books of the host tier."""
+    tables = _fixed_tables(question) if question.asked_host_bytes else {}
+    books, total = tables.get(HOST_BOOKS, 0), sum(tables.values())
+    if 2 * books <= total or SMALL_BOOKS * books < question.card.total_bytes:
+        return ""
+    return (
+        f"; of its tables of {format_bytes(total)}, {format_bytes(books)} are {HOST_BOOKS}, which finds the blocks of "
+        f"host_kv_bytes = {format_bytes(question.asked_host_bytes)}"
+    )
 
 
 def smaller_num_tokens(aim: Aim) -> str | None:
@@ -320,6 +376,7 @@ MONEY: tuple[Finder, ...] = (
 )
 _REMEDIES: tuple[Finder, ...] = (
     _smaller_seq_len,
+    _smaller_tier,
     smaller_num_tokens,
     _smaller_batch,
     _host_tier,

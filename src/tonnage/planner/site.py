@@ -13,7 +13,8 @@ from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit, UserError
 from tonnage.planner.asked import Asked
 from tonnage.planner.dimensions import with_values
-from tonnage.planner.question import Question, answer
+from tonnage.planner.knobs import check_knobs
+from tonnage.planner.question import Question, answer, refuse_small_tier
 from tonnage.planner.ranks import all_plan, changed_like, plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
 from tonnage.terms import MemoryPlan
@@ -29,8 +30,11 @@ class Site:
 
     @classmethod
     def of(cls, config: ModelConfig, **asked: Unpack[Asked]) -> Site:
-        """Raises ``UnsupportedModel`` or ``InvalidSetting``."""
-        return cls(stages=tuple(questions_for(config, **asked)))
+        """Raises ``UnsupportedModel`` or ``InvalidSetting``, and ``DoesNotFit`` for a host tier of not one block."""
+        questions = questions_for(config, **asked)
+        check_knobs(questions[0].knobs)
+        refuse_small_tier(questions)
+        return cls(stages=tuple(questions))
 
     @property
     def first(self) -> Question:

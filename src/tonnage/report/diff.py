@@ -119,6 +119,7 @@ def _pool(plan: MemoryPlan) -> dict[str, Any]:
         **{f"kv.{name}": value for name, value in derived(kv).items()},
         "kv.guaranteed_tokens": kv.guaranteed_tokens,
         "kv.reachable_tokens": kv.reachable_tokens,
+        "host.taken_bytes": plan.host.taken_bytes or None,
         "max_concurrency": plan.max_concurrency,
         "attended_cap": plan.attended_cap,
         "limited by": ", ".join(binding) or None,
@@ -126,7 +127,11 @@ def _pool(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _run(result: RunResult) -> dict[str, Any]:
-    counts = ("finished", "failed", "cancelled", "waited", "prompt_tokens", "generated_tokens", "elapsed_ms")
+    counts = (
+        *("finished", "failed", "cancelled", "waited", "suspensions"),
+        *("prompt_tokens", "cached_prompt_tokens", "generated_tokens", "elapsed_ms"),
+        *("offloaded_blocks", "loaded_blocks"),
+    )
     found: dict[str, Any] = {name: getattr(result, name) for name in counts}
     found["tokens_per_second"] = result.tokens_per_second
     found |= {"own_bytes": result.snapshot.own, "peak_own_bytes": result.peak_own_bytes}

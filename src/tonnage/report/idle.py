@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tonnage.layout import KVGroupKind
-from tonnage.terms import MemoryPlan
+from tonnage.terms import IDLE_TIER, MemoryPlan
 
 
 def idle_settings(plan: MemoryPlan) -> tuple[str, ...]:
@@ -22,7 +22,7 @@ def _idle(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
     if asked.max_adapter_rank.is_set and not limits.max_adapters:
         yield "max_adapter_rank", "no adapters are planned for; max_adapters says how many"
     if plan.host.kv_bytes and not limits.prefix_caching:
-        yield "host_kv_bytes", "no prefixes are cached, so nothing is evicted that would be looked for again"
+        yield "host_kv_bytes", IDLE_TIER
     if not any(group.kind == KVGroupKind.STATE for group in plan.kv.layout.groups):
         for name, is_asked in (("state_dtype", knobs.state_dtype.is_set), ("snapshot_tokens", limits.snapshot_tokens)):
             if is_asked:

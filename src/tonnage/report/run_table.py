@@ -8,13 +8,16 @@ from tonnage.ledger import AuditRow
 from tonnage.report.draw import grid, maybe_bytes, plural, show, signed_bytes
 from tonnage.report.run import RunResult
 from tonnage.report.table import plan_parts
-from tonnage.terms import LineKind, Snapshot
+from tonnage.terms import IDLE_TIER, LineKind, MemoryPlan, Snapshot
 from tonnage.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
+
+#: Stages of start-up that end before there is a plan.
+BEFORE_PLAN = frozenset({"skeleton", "weights", "probe"})
 
 
 def show_run(result: RunResult, console: Console, *, with_plan: bool) -> None:
@@ -55,19 +58,39 @@ def served_text(result: RunResult) -> Text:
 
 
 def _cache_text(result: RunResult) -> Text:
-    """What the prefix cache saved, and what went to the host tier and came back; a row each, none where nothing did."""
+    """What the prefix cache saved, how large the host tier is, and what went there and came back; a row each, none
+    where there is nothing to tell."""
     from rich.text import Text
 
     text = Text()
     if result.cached_prompt_tokens:
-        share = 100 * result.cached_prompt_tokens // max(1, result.prompt_tokens)
+        share = _percent(result.cached_prompt_tokens, result.prompt_tokens)
         text.append("\ncached    ", "dim")
         text.append(f"{plural(result.cached_prompt_tokens, 'prompt token')} ({share} %) found in the KV cache")
+    told = [_tier_text(result.plan)] if result.plan.host.kv_bytes else []
     if result.offloaded_blocks or result.loaded_blocks:
         out, back = (_blocks(number, result) for number in (result.offloaded_blocks, result.loaded_blocks))
+        told.append(f"{out} to host memory, {back} back")
+    if told:
         text.append("\nhost tier ", "dim")
-        text.append(f"{out} to host memory, {back} back")
+        text.append("; ".join(told))
     return text
+
+
+def _tier_text(plan: MemoryPlan) -> str:
+    """What is taken, in whole blocks, and what was asked."""
+    host, asked = plan.host, f"{format_bytes(plan.host.kv_bytes)} asked"
+    if not plan.limits.prefix_caching:
+        return f"none ({asked}): {IDLE_TIER}"
+    if not host.taken_bytes:
+        return asked  # all that older files say of it
+    blocks = plural(host.taken_bytes // plan.kv.layout.slab_bytes, "block")
+    return f"{blocks}, {format_bytes(host.taken_bytes)} ({asked})"
+
+
+def _percent(part: int, whole: int) -> int:
+    """Rounded, a half upwards."""
+    return (200 * part + whole) // (2 * whole) if whole else 0
 
 
 def _blocks(number: int, result: RunResult) -> str:
@@ -116,9 +139,27 @@ def _audit_cells(row: AuditRow, snapshot: Snapshot) -> tuple[str, ...]:
     most = max((value for value in (row.actual_bytes, row.high_water_bytes) if value is not None), default=None)
     numbers = (planned, maybe_bytes(row.actual_bytes), maybe_bytes(row.high_water_bytes))
     verdict = _verdict(most, row.planned_bytes)
+    stage = _stage_of_most(row, snapshot)
+    if stage:
+        numbers = (*numbers[:2], f"{numbers[2]} in {stage}")
+        verdict = f"{_verdict(row.actual_bytes, row.planned_bytes)} now"
     if row.line == LineKind.UNATTRIBUTED and most:
         verdict = "unexplained"  # no plan has a byte of it
     return row.line.value, *numbers, verdict, ways
+
+
+def _stage_of_most(row: AuditRow, snapshot: Snapshot) -> str:
+    """The stage before the plan in which a line held more than the plan gave it then; empty where there was none.
+
+    Probes run beside a pool of their own, of which the plan knows nothing: that it was larger breaks no plan.
+    """
+    if row.actual_bytes is None or row.high_water_bytes is None or row.high_water_bytes <= row.planned_bytes:
+        return ""
+    # An account counts whole pages and a line what was asked, so that of their levels only the stages can be compared;
+    # accounts without a plan lie beside the device.
+    entries = [entry for entry in snapshot.entries if entry.line == row.line and entry.planned_bytes is not None]
+    stages = {entry.high_water_phase.split("/")[0] for entry in entries}
+    return next(iter(stages)) if len(stages) == 1 and stages <= BEFORE_PLAN else ""
 
 
 def _ways(kind: LineKind, snapshot: Snapshot) -> str:

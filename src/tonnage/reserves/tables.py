@@ -3,9 +3,9 @@
 Trigger: always (step inputs: not on a host; the pool's books: only there). Formula: int32 for every block of every
 running sequence, in a table for each group of layers (a state has none: it is one block, found by its seat; under
 context parallelism a rank lists its own blocks); three int64 for every token and three for every row of a step; the
-books of every block, those of the host tier too. Lifetime: resident, at fixed addresses. Reason: they grow with the
-limits, and captured steps read them where they are. The reference makes its own before its probe, so they are in its
-measured peak and have no side here.
+books of every block, those of the host tier too, and a slot of the id that stands for no block. Lifetime: resident, at
+fixed addresses. Reason: they grow with the limits, and captured steps read them where they are. The reference makes its
+own before its probe, so they are in its measured peak and have no side here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from tonnage.layout import DTYPE_BYTES, KVGroup, KVGroupKind, metadata_bytes_per
 from tonnage.reserves.base import Reserve, ReserveInputs, only_if
 from tonnage.terms import Claim, Fixed, Lifetime, LineKind, Maker, PerBlock, Source
 from tonnage.units import ceil_div
+
+#: What finds the blocks of the host tier.
+HOST_BOOKS = "host block metadata"
 
 
 def step_input_bytes(limits: Limits) -> int:
@@ -74,8 +77,17 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
         only_if(pages, table, "no layer keeps its past in pages"),
         only_if(steps, not on_host, "made anew in each step, part of the transient"),
         only_if(books, on_host, "kept in host memory"),
+        *_no_block(inputs),
         *_host_books(inputs, each),
     )
+
+
+def _no_block(inputs: ReserveInputs) -> tuple[Claim, ...]:
+    """Where the books are priced at all they are priced to the byte."""
+    if not inputs.on_host:
+        return ()
+    cost = Fixed(bytes=DTYPE_BYTES["int32"])
+    return (_claim("slot of no block", cost, "rows of page tables name it where they end, so it has a slot as well"),)
 
 
 def _host_books(inputs: ReserveInputs, each_bytes: int) -> tuple[Claim, ...]:
@@ -83,7 +95,7 @@ def _host_books(inputs: ReserveInputs, each_bytes: int) -> tuple[Claim, ...]:
     if not inputs.num_host_blocks:
         return ()
     books = _claim(
-        "host block metadata",
+        HOST_BOOKS,
         Fixed(bytes=each_bytes * inputs.num_host_blocks),
         "the same for each block of the host tier, which has its full size from the start",
     )
@@ -108,7 +120,7 @@ RESERVE = Reserve(
     name="tables",
     trigger="always",
     formula="4 * max_batch_size * blocks of one, by group (twice on a host); "
-    "24 * (max_num_tokens + max_batch_size + 1); 26 a block and its node",
+    "24 * (max_num_tokens + max_batch_size + 1); 26 a block and its node, and 4 once",
     lifetime=Lifetime.RESIDENT,
     reference_side=None,
     claims=claims,

@@ -1,0 +1,122 @@
+"""CUDA graphs of decode steps: one for each bucket of batch sizes, replayed over inputs at fixed addresses.
+
+What a replay reads is written in place before it: token ids and positions here, pages and lengths by the backend.
+Rows that pad a bucket have no length: they write to no page and what they give is not looked at. All graphs share one
+private pool of torch's and are never replayed at the same time, so the largest is captured first and the others live
+in what it left.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from tonnage.attention.base import Rows
+from tonnage.config import Limits
+from tonnage.step import Ints
+from tonnage.terms import StepShape
+from tonnage.workspace import ScratchArena
+
+#: (token ids [1, n], positions [1, n], the backend's step) -> last hidden states [n, H].
+Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+
+class CapturingBackend(Protocol):
+    """What a backend has whose decodes can be captured."""
+
+    def static_inputs(self, limits: Limits) -> Any: ...
+    def load(self, inputs: Any, rows: Rows) -> None: ...
+    def captured(self, inputs: Any, num_rows: int, scratch: Any) -> Any: ...
+
+
+class DecodeGraphs:
+    """Graphs for batches of up to ``max(sizes)`` decodes. ``num_replays`` counts by bucket.
+
+    Addresses are those of ``scratch`` and of tensors made here: none of them may move while there are graphs.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: CapturingBackend,
+        scratch: ScratchArena,
+        *,
+        sizes: Sequence[int],
+        limits: Limits,
+        device: torch.device,
+    ) -> None:
+        self.sizes = tuple(sorted(set(sizes)))
+        self.num_replays = dict.fromkeys(self.sizes, 0)
+        self._forward, self._backend, self._scratch, self._device = forward, backend, scratch, device
+        self._max_seq_len = limits.max_seq_len
+        self._inputs = backend.static_inputs(limits)
+        self._ids_and_positions = torch.zeros((2, self.sizes[-1]), dtype=torch.int64, device=device)
+        self._hidden: torch.Tensor | None = None
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run every bucket once, so that nothing is compiled or allocated for the first time by its capture."""
+        for size in reversed(self.sizes):
+            self._run(size)
+        torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Largest first, all in one pool."""
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            graph = torch.cuda.CUDAGraph()
+            # Not ``torch.cuda.graph``: that gives torch's cache back each time.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._run(size)
+            finally:
+                graph.capture_end()
+            self._graphs[size] = graph
+
+    def bucket(self, num_rows: int) -> int | None:
+        """The smallest bucket that holds so many rows; None where none does, or nothing is captured."""
+        at = bisect.bisect_left(self.sizes, num_rows)
+        return self.sizes[at] if at < len(self.sizes) and self._graphs else None
+
+    def replay(self, size: int, ids: Ints, rows: Rows) -> torch.Tensor:
+        """Last hidden states [rows, H] of a step of decodes; good until the next replay."""
+        num = len(rows)
+        staged = torch.zeros((2, self.sizes[-1]), dtype=torch.int64, pin_memory=True)
+        places = staged.numpy()
+        places[0, :num], places[1, :num] = ids, rows.starts
+        self._ids_and_positions.copy_(staged, non_blocking=True)
+        self._backend.load(self._inputs, rows)
+        self._graphs[size].replay()
+        self.num_replays[size] += 1
+        assert self._hidden is not None
+        return self._hidden[:num]
+
+    def clear(self) -> None:
+        """Give the graphs' memory back."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._hidden = None
+        torch.cuda.empty_cache()
+
+    def _run(self, size: int) -> None:
+        ids, positions = self._ids_and_positions[:, :size].unsqueeze(1)
+        with self._scratch.step(self._shape(size)) as scratch:
+            step = self._backend.captured(self._inputs, size, scratch)
+            hidden = self._forward(ids, positions, step)
+        if self._hidden is None:
+            self._hidden = hidden.new_empty((self.sizes[-1], hidden.shape[-1]))
+        self._hidden[:size].copy_(hidden)
+
+    def _shape(self, size: int) -> StepShape:
+        """Of a captured step of so many decodes, each as long as a sequence may be."""
+        longest = self._max_seq_len
+        return StepShape(
+            num_tokens=size, decode_rows=size, attended_tokens=size * longest, max_row_tokens=longest,
+            logits_rows=size, captured=True,
+        )  # fmt: skip

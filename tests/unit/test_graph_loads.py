@@ -1,0 +1,245 @@
+"""Loads: counted, blended, drifted, read from files, and played from requests."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from graph_loads import MODEL_A, MODEL_B, PEAK_576, K, bell
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tonnage.errors import InputError
+from tonnage.graphs.buckets import GENERATORS
+from tonnage.graphs.guard import NEGLIGIBLE, drifted, guarded
+from tonnage.graphs.histogram import Histogram, blend, prior
+from tonnage.graphs.load_files import read_load, read_step_times
+from tonnage.graphs.optimise import Rules
+from tonnage.graphs.price import Price
+from tonnage.graphs.step_times import StepTimes, affine, measured, total_ns, unpadded_ns
+from tonnage.graphs.traffic import Request, play, settled
+
+COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any)
+
+
+def test_counting():
+    found = Histogram.of([3, 1, 3, 0])
+    assert found.steps == (0, 1, 0, 2)
+    assert (found.largest, found.num_steps, found.num_tokens) == (3, 3, 7)
+    assert found.up_to(5) == [0, 1, 1, 3, 3, 3]
+
+
+def test_a_blend_counts_shares_whatever_was_counted():
+    mixed = blend([(Histogram((0, 1)), Fraction(1)), (Histogram((0, 0, 300)), Fraction(3))])
+    assert mixed.steps == (0, 100, 300)
+
+
+def test_the_prior_weighs_octaves_alike():
+    steps = prior(1024).steps
+    octaves = [sum(steps[low : 2 * low]) for low in (1, 16, 256)]
+    assert max(octaves) < 1.5 * min(octaves)
+
+
+@given(COUNTS, st.sampled_from([(1, 8), (1, 2), (9, 10), (1, 1), (3, 2), (4, 1)]), st.integers(1, 200))
+def test_a_drifted_load_keeps_its_steps_and_its_shape(counts, factor, most):
+    load, times = Histogram((0, *counts)), Fraction(*factor)
+    made = load.spread(times, times, most=most)
+    assert made.largest <= most
+    assert 0 <= 10**6 * load.num_steps - made.num_steps <= 5 * len(counts)
+    if most >= 4 * len(counts) + 4:
+        # Below a size of one everything is at one, so a load that shrinks stays a little above.
+        mean, before = (Fraction(each.num_tokens, each.num_steps) for each in (made, load))
+        assert -1 <= mean - times * before <= 1
+
+
+def test_a_drift_covers_every_size_between_its_factors():
+    made = Histogram.of([100]).spread(Fraction(1), Fraction(5, 4), most=110)
+    assert [size for size, count in enumerate(made.steps) if count] == list(range(100, 111))
+
+
+def test_times_between_measured_points():
+    times = measured({2: 10, 4: 15, 7: 13}, 6, file="t.csv")
+    assert times.step_ns == (10, 10, 13, 15, 15, 14)
+    assert times.least_ns == (10, 10, 13, 14, 14, 14)
+    assert times.edges() == (2, 3, 6)
+    assert times.fastest(4) == 6
+    with pytest.raises(InputError, match="end at batch size 7, and max_batch_size is 8"):
+        measured({2: 10, 7: 13}, 8, file="t.csv")
+
+
+def test_a_step_without_a_graph_takes_the_launches_more():
+    times = affine(8, base_ns=100, row_ns=10, tile_rows=4, eager_extra_ns=1000)
+    assert times.edges() == (4, 8)
+    assert total_ns(Histogram.of([3, 5]), (4,), times) == 140 + 180 + 1000
+    assert total_ns(Histogram.of([3, 5]), (), times) == 2 * 1000 + 140 + 180
+
+
+@given(st.integers(1, 10**7), st.integers(0, 10**5), st.integers(2, 60))
+def test_the_fixed_share_of_a_model(base, row, batch):
+    times = affine(60, base_ns=base, row_ns=row)
+    assert times.fixed_share(batch) == Fraction(base, base + row * batch)
+
+
+def test_a_price_by_hand():
+    """10 tokens of cache a graph, 100 tokens a request, 5 requests: a fiftieth of a seat of five, half of it fixed."""
+    price = Price(graph_bytes=40, kv_token_bytes=4, request_tokens=100, num_running=5)
+    assert price.kv_tokens == 10
+    assert price.share(affine(8, base_ns=50, row_ns=10)) == Fraction(1, 2) / 10 / 5
+
+
+@pytest.mark.parametrize("times", [MODEL_A, MODEL_B], ids="AB")
+@pytest.mark.parametrize("load", [PEAK_576, bell(140, 20)], ids=["576", "140"])
+def test_a_guarded_list_is_nowhere_worse_than_the_one_beside_it(times, load):
+    """At the same number of graphs; and on the load itself it pads less than half of what that pads."""
+    beside = GENERATORS["+64"](K)
+    rules = Rules(max_batch_size=K, always=(600,), most_padding=Fraction(1, 4), candidates_of=8)
+    made = guarded(load, times, rules, beside=beside)
+    sizes, total = made.choice.sizes, made.choice.total_ns
+    assert len(sizes) <= len(beside)
+    assert {600, K} <= set(sizes)
+    floor, even = unpadded_ns(load, times), total_ns(load, beside, times)
+    assert total == total_ns(load, sizes, times)
+    assert total - floor <= (even - floor) / 2
+    for other in drifted(load, K, octaves=made.octaves):
+        bound = max(Fraction(total_ns(other, beside, times)), (1 + NEGLIGIBLE) * unpadded_ns(other, times))
+        assert total_ns(other, sizes, times) <= bound
+
+
+def test_where_nothing_is_better_the_list_itself_is_the_answer():
+    load = Histogram.of(range(1, 9))
+    times = affine(8, base_ns=10, row_ns=10)
+    beside = tuple(range(1, 9))
+    made = guarded(load, times, Rules(max_batch_size=8), beside=beside)
+    assert made.choice.sizes == beside
+
+
+def test_requests_played_step_by_step():
+    """Two seats: the third request waits; the first token of each comes with its prompt."""
+    times = StepTimes((10, 15))
+    requests = [Request(0, 4), Request(0, 2), Request(1, 2), Request(1000, 3), Request(2000, 1)]
+    played = play(requests, (1, 2), times, num_seats=2)
+    # 2 run, then 2 (the third has the second's seat), then 1, then 2 steps of the fourth alone
+    assert played.histogram.steps == (0, 3, 2)
+    assert (played.busy_ns, played.end_ns) == (60, 1020)
+    assert played.mean_step_ns == 12
+    assert played.tokens_per_second == pytest.approx(7e9 / 60)
+    assert play(requests, (2,), times, num_seats=2).busy_ns == 75
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(2, 9)), min_size=1, max_size=30), st.integers(1, 6))
+def test_every_token_is_played_once(drawn, num_seats):
+    requests = [Request(arrival, tokens) for arrival, tokens in drawn]
+    played = play(requests, (2, 6), affine(6, base_ns=20, row_ns=3), num_seats=num_seats)
+    assert played.histogram.num_tokens == sum(tokens - 1 for _, tokens in drawn)
+    assert played.histogram.largest <= num_seats
+    assert played.busy_ns <= played.end_ns
+
+
+def test_the_load_is_that_under_the_chosen_list():
+    """Under slower steps more requests are seated at once, so the second choice sees smaller batches."""
+    times = affine(64, base_ns=10, row_ns=10)
+    requests = [Request(2000 * number, 20) for number in range(200)]
+    slow = play(requests, (64,), times, num_seats=64).histogram
+    seen: list[Histogram] = []
+
+    def choose(load: Histogram) -> tuple[int, ...]:
+        seen.append(load)
+        return tuple(range(1, 65))
+
+    made = settled(requests, choose, times, num_seats=64, first=(64,))
+    assert seen == [slow]
+    assert made.largest < slow.largest
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("h.csv", "batch_size,count\n1,2\n3,1\n"),
+        ("h.csv", "count, batch_size ,rank\n1,1,0\n1,3,0\n\n1,1,1\n"),
+        ("h.json", '{"1": 2, "3": 1}'),
+        ("h.json", '{"schema": "any", "counts": {"1": 2, "3": 1}}'),
+        ("h.json", '[{"batch_size": 1, "count": 2}, {"batch_size": 3}]'),
+        ("h.jsonl", '{"batch_size": 1}\n{"batch_size": 3, "at": 0.5}\n\n{"batch_size": 1}\n{"batch_size": 0}\n'),
+    ],
+)
+def test_histograms_and_traces_of_steps(tmp_path, name, text):
+    assert read_load(written(tmp_path, name, text)) == Histogram((0, 2, 0, 1))
+
+
+def test_traces_of_requests(tmp_path):
+    made = (Request(0, 5), Request(1_500, 7))
+    csv = "arrival_us,input_tokens,output_tokens\n0,9,5\n1.5,9,7\n"
+    lines = '{"arrival_us": 0, "output_tokens": 5}\n{"arrival_us": 1.5, "output_tokens": 7}\n'
+    assert read_load(written(tmp_path, "r.csv", csv)) == made
+    assert read_load(written(tmp_path, "r.jsonl", lines)) == made
+
+
+def test_step_times_from_a_file(tmp_path):
+    path = written(tmp_path, "t.csv", "batch_size,step_us\n1,4000\n8,4100.25\n")
+    assert read_step_times(path) == {1: 4_000_000, 8: 4_100_250}
+
+
+BAD_LOADS = {
+    ("h.csv", ""): "holds no rows",
+    ("h.csv", "batch_size\n"): "holds no rows",
+    ("h.csv", "size,count\n1,2\n"): "line 2: has 'size', 'count'",
+    ("h.csv", "batch_size,count\n1,2\n3\n"): "line 3: has 1 cells, and the header 2",
+    ("h.csv", "batch_size,count\n1,2\nx,3\n"): "line 3: batch_size = 'x' is not a number",
+    ("h.csv", "batch_size,count\n1,-2\n"): "count = '-2' is not a number of at least 0",
+    ("h.csv", "batch_size,count\n1.5,2\n"): "batch_size = 1.5 is not a whole number",
+    ("h.csv", "batch_size\n1000000\n"): "not a whole number up to 65,536",
+    ("h.csv", "batch_size,count\n0,7\n3,0\n"): "no step with a sequence",
+    ("h.json", "{"): "is not JSON",
+    ("h.json", "3"): "neither an object nor an array",
+    ("h.json", "[3]"): "row 1: is not an object",
+    ("h.json", '{"counts": [1]}'): "counts: is not an object",
+    ("h.json", '{"1": NaN}'): "NaN is not a number of JSON",
+    ("h.json", '{"1": true}'): "count = True is not a number",
+    ("h.jsonl", '{"batch_size": 1}\nnonsense\n'): "line 2: is not JSON",
+    ("h.jsonl", '{"batch_size": 1}\n{"count": 1}\n'): "line 2: has no batch_size",
+    ("r.csv", "arrival_us,output_tokens\n0,0\n"): "line 2: output_tokens is 0",
+    ("r.csv", "arrival_us,output_tokens\n0,1\n"): "nothing is ever decoded",
+    ("h.txt", "1 2"): r"ends in '\.txt'",
+}
+
+
+@pytest.mark.parametrize(("name", "text"), BAD_LOADS, ids=str)
+def test_what_cannot_be_read_is_told_with_its_place(tmp_path, name, text):
+    path = written(tmp_path, name, text)
+    with pytest.raises(InputError, match=BAD_LOADS[name, text]) as caught:
+        read_load(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("batch_size\n1\n", "line 2: has no step_us"),
+        ("batch_size,step_us\n0,5\n", "is no step"),
+        ("batch_size,step_us\n4,0\n", "is no step"),
+        ("batch_size,step_us\n4,5\n4,6\n", "batch size 4 has two step times"),
+        ("batch_size,step_us\n", "holds no rows"),
+    ],
+)
+def test_step_times_that_cannot_be_read(tmp_path, text, told):
+    with pytest.raises(InputError, match=told):
+        read_step_times(written(tmp_path, "t.csv", text))
+
+
+def test_files_that_are_not_there_or_no_text(tmp_path):
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_load(tmp_path / "h.csv")
+    (tmp_path / "h.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="is not text"):
+        read_load(tmp_path / "h.csv")
