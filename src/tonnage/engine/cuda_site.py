@@ -20,7 +20,7 @@ from tonnage.engine.site import ROUNDING_BYTES, Site, StepPeak, no_memory_left
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
 from tonnage.ledger import Ledger
-from tonnage.terms import MemoryKind, Quantity, Reading, Source
+from tonnage.terms import LineKind, MemoryKind, Quantity, Reading, Source
 from tonnage.units import round_up
 
 SEGMENTS_LATER = "its segments come from the driver, one sampled figure for all of them"
@@ -49,6 +49,7 @@ class CudaSite(Site):
         self._described = described
         self.torch_device = torch.device("cuda", ordinal)
         self._torch_memory = TorchMemory(ordinal)
+        self._graph_pool_bytes = 0
         with torch.cuda.device(ordinal):
             torch.cuda.init()
             self._torch_stream = torch.cuda.ExternalStream(stream.handle, device=self.torch_device)
@@ -70,7 +71,9 @@ class CudaSite(Site):
             yield
 
     def own_bytes(self) -> int | None:
-        return take_reading(self.driver, phase="own", ledger=self.ledger, torch_counted_bytes=0).own_bytes
+        return take_reading(
+            self.driver, phase="own", ledger=self.ledger, torch_counted_bytes=self._graph_pool_bytes
+        ).own_bytes
 
     def foreign(self) -> Quantity:
         free, total = self.driver.mem_info()
@@ -89,7 +92,7 @@ class CudaSite(Site):
         return no_memory_left(what, "the device", need_bytes=need_bytes, have_bytes=have_bytes, remedies=remedies)
 
     def read(self, phase: str) -> Reading:
-        return take_reading(self.driver, phase=phase, ledger=self.ledger, torch_counted_bytes=0)
+        return take_reading(self.driver, phase=phase, ledger=self.ledger, torch_counted_bytes=self._graph_pool_bytes)
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -117,13 +120,23 @@ class CudaSite(Site):
         run()
         self.driver.device_sync()
         tensors = torch.cuda.max_memory_allocated(self.torch_device) - before
-        reserved = torch.cuda.max_memory_reserved(self.torch_device)
+        reserved = torch.cuda.max_memory_reserved(self.torch_device) - self._graph_pool_bytes
         return StepPeak(
             tensor_bytes=round_up(tensors, ROUNDING_BYTES),
             grown_bytes=round_up(reserved + DEFAULT_SLACK_BYTES, ROUNDING_BYTES),
             tensors_told="tensors alive at the peak, by torch's allocator",
-            grown_told="all that torch's allocator had reserved by then, and the slack it is left with",
+            grown_told="all that torch's allocator had reserved by then but for graphs, and the slack it is left with",
         )
+
+    def captured(self, capture: Callable[[], None]) -> Quantity:
+        """Their pool is torch's, and told apart from what steps take; the rest is what the driver keeps for them."""
+        before_own, before = self.own_bytes() or 0, torch.cuda.memory_reserved(self.torch_device)
+        capture()
+        self.driver.device_sync()
+        self._graph_pool_bytes = torch.cuda.memory_reserved(self.torch_device) - before
+        grown = max(self._graph_pool_bytes, (self.own_bytes() or 0) + self._graph_pool_bytes - before_own)
+        self.sampled("graphs", LineKind.GRAPHS).sampled(grown)
+        return Quantity.exact(round_up(grown, ROUNDING_BYTES), Source.MEASURED, "growth of the process by captures")
 
     def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:  # noqa: ARG002
         """Torch is held to what it has reserved by now and a slack."""

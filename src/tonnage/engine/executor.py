@@ -1,7 +1,8 @@
 """One step on the device: flatten the batch, run the model over paged KV, sample.
 
 The batch is one row of T tokens, as transformers calls it: input_ids [1, T], position_ids [1, T]. Attention goes
-through transformers' registry to our backend, which finds pages and positions in the step object passed along.
+through transformers' registry to our backend, which finds pages and positions in the step (``attend``). Steps of
+decodes are replayed from CUDA graphs where some are captured.
 The vocabulary projection runs for at most ``max_logits_rows`` rows at once, so its memory does not grow with prompts
 that want log-probabilities of their own.
 """
@@ -14,37 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tonnage.attention.base import Backend, Row
+from tonnage.attention.base import Backend, Rows
+from tonnage.config import Limits
+from tonnage.engine.attend import attending
 from tonnage.engine.inputs import PromptSlice, StepInputs
 from tonnage.engine.outcome import Outcome, TokenLogprobs
 from tonnage.engine.sampling import Sampler
+from tonnage.graphs.runner import DecodeGraphs
 from tonnage.step import Ints
 from tonnage.workspace import ScratchArena
-
-#: Name of our attention function in transformers' registry. No mask is registered under it, so that none is made.
-ATTENTION_NAME = "tonnage"
-
-
-def register_attention() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, _attend)
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - causality and pages are in the step
-    *,
-    scaling: float,
-    step: tuple[Backend, Any],
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    backend, prepared = step
-    out = backend.forward(prepared, int(module.layer_idx), query, key, value, scaling=scaling)  # type: ignore[arg-type]
-    return out, None
 
 
 class Executor:
@@ -69,9 +48,13 @@ class Executor:
         self._backend: Backend | None = backend
         self._scratch, self._sampler = scratch, sampler
         self._max_logits_rows = max_logits_rows
+        self.graphs: DecodeGraphs | None = None
 
     def close(self) -> None:
-        """Let go of every tensor over weights, pool and scratch."""
+        """Let go of every graph, and of every tensor over weights, pool and scratch."""
+        if self.graphs is not None:
+            self.graphs.clear()
+            self.graphs = None
         self._model = self._backend = None
         self._scratch.close()
 
@@ -94,19 +77,41 @@ class Executor:
             prompt=self._prompt_logprobs(hidden, inputs.prompts),
         )
 
+    def prepare_graphs(self, sizes: Sequence[int], limits: Limits) -> None:
+        """Get ready to capture decodes of up to so many rows; ``graphs.capture`` then does, and their steps are
+        replayed."""
+        assert self._backend is not None
+        self.graphs = DecodeGraphs(
+            self._forward,
+            self._backend,  # type: ignore[arg-type]
+            self._scratch,
+            sizes=sizes,
+            limits=limits,
+            device=self._device,
+        )
+        self.graphs.warm_up()
+
     def _hidden(self, inputs: StepInputs) -> torch.Tensor:
         """Last hidden states [T, H] of the flattened batch."""
         assert self._backend is not None
         plan = inputs.plan
+        rows = Rows(starts=plan.starts, ends=plan.ends, table=inputs.table, slots=inputs.slots)
+        if self.graphs is not None and rows.is_decode.all():
+            bucket = self.graphs.bucket(len(rows))
+            if bucket is not None:
+                return self.graphs.replay(bucket, inputs.ids, rows)
         with self._scratch.step(plan.shape) as scratch:
-            prepared = self._backend.prepare(_rows(inputs), scratch)
-            states = self._model.base_model(
-                input_ids=self._upload(inputs.ids).unsqueeze(0),
-                position_ids=self._upload(_positions(plan.starts, plan.counts)).unsqueeze(0),
-                use_cache=False,
-                step=(self._backend, prepared),
-            ).last_hidden_state
-        return states[0]
+            prepared = self._backend.prepare(rows, scratch)
+            positions = _positions(plan.starts, plan.counts)
+            return self._forward(self._upload(inputs.ids)[None], self._upload(positions)[None], prepared)
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Last hidden states [T, H] of token ids and positions [1, T]."""
+        assert self._backend is not None
+        with attending(self._backend, prepared):
+            states = self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        found: torch.Tensor = states[0]
+        return found
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, H] -> [rows, V], for at most ``max_logits_rows`` rows."""
@@ -125,13 +130,6 @@ class Executor:
                 targets = self._upload(piece.targets[begin:end])
                 told += self._sampler.prompt_logprobs(logits, targets, num_top=piece.num_top)
         return found
-
-
-def _rows(inputs: StepInputs) -> list[Row]:
-    plan = inputs.plan
-    offsets = np.cumsum(plan.counts) - plan.counts
-    places = zip(plan.starts.tolist(), plan.ends.tolist(), offsets.tolist(), inputs.slots.tolist(), strict=True)
-    return [Row(start=start, end=end, offset=offset, blocks=inputs.table[slot]) for start, end, offset, slot in places]
 
 
 def _positions(starts: Ints, counts: Ints) -> Ints:

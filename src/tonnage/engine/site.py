@@ -148,6 +148,10 @@ class Site(ABC):
     @abstractmethod
     def begin_measuring(self) -> None: ...
 
+    def captured(self, capture: Callable[[], None]) -> Quantity:
+        """Run ``capture`` and tell what the graphs that it makes keep."""
+        raise NotImplementedError
+
     @abstractmethod
     def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:
         """From here on steps cannot take more than was planned for them; returns what the report should say of it.

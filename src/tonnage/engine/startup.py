@@ -17,6 +17,7 @@ from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
 from tonnage.device.host import HostDriver
+from tonnage.engine.compiled import compile_layers
 from tonnage.engine.core import Engine
 from tonnage.engine.executor import Executor
 from tonnage.engine.faults import release_frames
@@ -36,7 +37,7 @@ from tonnage.errors import DoesNotFit
 from tonnage.layout import penalty_table_bytes
 from tonnage.resources.mover import DeviceMover
 from tonnage.resources.transfers import TransferBudget, measure_rate
-from tonnage.terms import LineKind, Measured, MemoryKind, worst_bytes
+from tonnage.terms import LineKind, Measured, MemoryKind, Quantity, worst_bytes
 from tonnage.units import MiB, format_bytes, round_up
 from tonnage.workspace import ScratchArena
 
@@ -138,7 +139,7 @@ class _Startup:
 
     def build_skeleton(self) -> None:
         self.text = self.target.text()
-        self.model = build_skeleton(self.target.folder, self.target.dtype)
+        self.model = build_skeleton(self.target.folder, self.target.dtype, device=self.site.torch_device)
         self.context = self.site.remainder("context", LineKind.CONTEXT)
 
     def load_weights(self) -> None:
@@ -148,11 +149,11 @@ class _Startup:
         self.site.require_available(layout.total_bytes, "the weights")
         with deferred_interrupts():
             arena.commit(layout.total_bytes)
-        views = place_parameters(self.model, layout, as_tensor(arena))
+        views = place_parameters(self.model, layout, as_tensor(arena), self.target.family)
         if self.target.options.random_weights:
             fill_random(views)
         else:
-            load_shards(self.target.folder, views)
+            load_shards(self.target.folder, views, experts=self.target.family.experts)
 
     def measure(self) -> Measured:
         """Reserve the pool's addresses, map a floor of it, run the probe stages."""
@@ -169,6 +170,7 @@ class _Startup:
             self.make_executor(limits)
         with self.prober(limits, num_blocks=num_blocks) as prober:
             prober.warm_up()
+            graphs = self.capture()
             stages = prober.measure()
         self.require_room(max(stage.reserved.bytes for stage in stages), limits)
         return Measured(
@@ -178,23 +180,33 @@ class _Startup:
             context=self.context,
             libraries=self.site.remainder("libraries", LineKind.LIBRARIES),
             stages=stages,
-            graphs=None,
+            graphs=graphs,
             foreign_bytes=self.site.foreign(),
             trial_pool_bytes=self.pool_arena.committed_bytes,
             readings=(self.site.read("probe"),),
         )
 
+    def capture(self) -> Quantity | None:
+        """Graphs of decodes, where there are to be any, and what they keep."""
+        sizes = self.target.limits.graph_batch_sizes
+        if not sizes:
+            return None
+        self.executor.prepare_graphs(sizes, self.target.limits)
+        assert self.executor.graphs is not None
+        return self.site.captured(self.executor.graphs.capture)
+
     def build(self) -> DeviceRuntime:
         """Map the pool to its planned size and make what runs on it; what the probes used is dropped."""
         plan, ledger = self.plan, self.site.ledger
         with deferred_interrupts():
-            for arena in (self.pool_arena, self.scratch_arena):
-                arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
+            if self.executor.graphs is None:
+                for arena in (self.pool_arena, self.scratch_arena):
+                    arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
+                self.make_executor(plan.limits)
             self.site.reset_peak()
-            self.site.require_available(plan.kv.bytes, "the KV cache")
+            self.site.require_available(plan.kv.bytes - self.pool_arena.committed_bytes, "the KV cache")
             self.pool_arena.commit(plan.kv.bytes)
         ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
-        self.make_executor(plan.limits)
         managers = self.managers(plan.limits, self.block_store())
         tables = ledger.open(owner="kv tables", line=LineKind.TABLES, memory=MemoryKind.CPU)
         tables.add(managers.kv.num_bytes, managers.kv.num_bytes)
@@ -263,6 +275,8 @@ class _Startup:
         scratch = ScratchArena(self.scratch_arena, self.target.scratch(), limits=limits, chip=self.site.chip)
         tile = SAMPLER_TILE_ELEMENTS[self.target.device_kind]
         sampler = Sampler(self.target.config.vocab_size, tile_elements=tile)
+        if self.target.device_kind == "cuda" and self.target.options.compile:
+            compile_layers(self.model)
         self.executor = Executor(
             self.model,
             self.backend,
@@ -327,7 +341,12 @@ class _Startup:
         store = BlockStore(layout=self.target.kv, num_slots=num_blocks)
         managers = self.managers(replace(limits, prefix_caching=False), store)
         try:
-            self.claims = managers.dispatcher.claims(self.target.limits)
+            self.claims = [
+                claim
+                for claim in managers.dispatcher.claims(self.target.limits)
+                # Beside a card the books of the cache lie in host memory; what the card has of them the planner knows.
+                if self.site.memory is MemoryKind.CPU or claim.owner != managers.kv.name
+            ]
             vocab_size = self.target.config.vocab_size
             yield Prober(self.executor, managers, self.site, limits=limits, vocab_size=vocab_size, known=known)
         except BaseException as error:
@@ -340,6 +359,8 @@ class _Startup:
 def _import_libraries(model_type: str) -> None:
     """Import what the engine will import anyway, so that none of it counts as the engine's memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     _ = AutoConfig, AutoModelForCausalLM, AutoTokenizer  # lazy attributes: touching them imports
-    importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    module = model_type_to_module_name(model_type)
+    importlib.import_module(f"transformers.models.{module}.modeling_{module}")

@@ -13,13 +13,14 @@ from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.kv import kv_layout
 from tonnage.costs.models import EMBEDDED
-from tonnage.costs.weights import WeightsLayout, weights_layout
-from tonnage.declarations import declare
+from tonnage.costs.weights import WeightsLayout
+from tonnage.declarations import attention_shapes, declare_for
 from tonnage.engine.family import Family, family_of
 from tonnage.engine.letters import LetterText
 from tonnage.engine.models import model_folder
 from tonnage.engine.options import Chunking, EngineOptions
 from tonnage.engine.text import Text
+from tonnage.engine.weights import arena_layout
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
 from tonnage.layout import KVLayout
@@ -34,6 +35,8 @@ from tonnage.planner import (
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
 from tonnage.units import ceil_div, format_bytes
 
+#: Attention backends whose decodes can be captured in CUDA graphs.
+CAPTURING = ("triton",)
 #: Whatever a tokenizer of transformers is read from.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
@@ -62,18 +65,18 @@ class Target:
     def read(cls, options: EngineOptions) -> Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
-        refuse_planned_only(options.knobs, options.limit_knobs)
+        captures = options.device_kind == "cuda" and options.attention in CAPTURING
+        obeyed = frozenset({"graphs"}) if captures else frozenset()
+        refuse_planned_only(options.knobs, options.limit_knobs, obeyed=obeyed)
         if options.reference is not None:
             refuse_own_money(options.knobs)
-        if options.device_kind == "cuda":
+        if options.device_kind == "cuda" and not captures:
             # Steps are launched kernel by kernel: nothing is set aside for graphs.
             options = replace(options, knobs=replace(options.knobs, graphs=Setting("none", "none")))
-        folder, rank = (
-            model_folder(options.model, needs_weights=not options.random_weights),
-            Rank(device=options.ordinal),
-        )
+        folder = model_folder(options.model, needs_weights=not options.random_weights)
+        rank = Rank(device=options.ordinal)
         config = ModelConfig.read(folder, name=_shown_name(options.model))
-        family = family_of(config)
+        family = family_of(config, attention=options.attention)
         dtype = parse_dtype(options.dtype or config.dtype, knob="dtype", allowed=COMPUTE_DTYPES)
         kv = kv_layout(
             config,
@@ -85,8 +88,10 @@ class Target:
         limits, _ = resolve_limits(
             config, options.limit_knobs, device_kind=options.device_kind, graphs=options.knobs.graphs
         )
-        weights = weights_layout(config, dtype=dtype, rank=rank)
-        chunking = Chunking.of(options.chunk_tokens, block_tokens=kv.groups[0].block_tokens)
+        weights = arena_layout(folder, config, family, dtype=dtype, rank=rank)
+        chunking = Chunking.of(
+            options.chunk_tokens, block_tokens=kv.groups[0].block_tokens, device_kind=options.device_kind
+        )
         return cls(
             options=options,
             folder=folder,
@@ -115,8 +120,11 @@ class Target:
         return self.kv.groups[0].block_tokens
 
     def probe_limits(self) -> Limits:
-        """The limits in force, but sequences no longer than a full step: the probes need no more scratch than that."""
+        """The limits in force, but sequences no longer than a full step: the probes need no more scratch than that.
+        What is captured serves all of a card's, as they are."""
         limits = self.limits
+        if self.device_kind == "cuda":
+            return limits
         return replace(limits, max_seq_len=min(limits.max_seq_len, limits.max_num_tokens + 1))
 
     @property
@@ -141,14 +149,11 @@ class Target:
         return replace(plan, kv=replace(kv, guaranteed_tokens=guaranteed))
 
     def scratch(self) -> tuple[Scratch, ...]:
-        """What the attention backend declares for this model."""
+        """What the attention backend declares for this model, of whose kinds of layers the most demanding counts."""
         part = self.kv.groups[0].parts[0]
-        return declare(
-            self.options.attention,
-            kv_heads=part.shape[-2],
-            head_dim=part.shape[-1],
-            kv_dtype=part.dtype,
-            block_tokens=self.block_tokens,
+        shapes = attention_shapes(self.config, kv_dtype=part.dtype, block_tokens=self.block_tokens, rank=self.rank)
+        return tuple(
+            scratch for shape in shapes for scratch in declare_for(self.options.attention, shape, limits=self.limits)
         )
 
     def refuse_hopeless(self, card: Card) -> None:

@@ -1,0 +1,70 @@
+"""From a model's attention to our backend: the function that transformers calls, and what it finds of the step.
+
+The step is kept for the thread and not passed through the model: what a compiled layer is given becomes part of what
+it is compiled for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tonnage.attention.base import Backend
+
+#: Name of our attention function in transformers' registry. No mask is registered under it, so that none is made.
+ATTENTION_NAME = "tonnage"
+
+_here = threading.local()
+
+
+def register_attention() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+
+
+@contextmanager
+def attending(backend: Backend, prepared: Any) -> Iterator[None]:
+    """Attention that this thread asks for is that of a step which ``backend`` has prepared."""
+    _here.step = backend, prepared
+    try:
+        yield
+    finally:
+        del _here.step
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - causality and pages are in the step
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if torch.compiler.is_compiling():
+        return torch.ops.tonnage.attend(query, key, value, module.layer_idx, scaling), None
+    return _forward(query, key, value, int(module.layer_idx), scaling), None  # type: ignore[arg-type]
+
+
+def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    backend, prepared = _here.step
+    out: torch.Tensor = backend.forward(prepared, layer, query, key, value, scaling=scaling)
+    return out
+
+
+@torch.library.custom_op("tonnage::attend", mutates_args=())
+def _attend_op(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    """``_forward`` as one operation that compiled code calls and does not look into. The pages that it writes are no
+    argument of it: nobody else in a layer reads them."""
+    return _forward(query, key, value, layer, scaling)
+
+
+@_attend_op.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:  # noqa: ARG001
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
