@@ -203,10 +203,10 @@ class _Startup:
                 for arena in (self.pool_arena, self.scratch_arena):
                     arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
                 self.make_executor(plan.limits)
+            ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
             self.site.reset_peak()
             self.site.require_available(plan.kv.bytes - self.pool_arena.committed_bytes, "the KV cache")
             self.pool_arena.commit(plan.kv.bytes)
-        ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
         managers = self.managers(plan.limits, self.block_store())
         tables = ledger.open(owner="kv tables", line=LineKind.TABLES, memory=MemoryKind.CPU)
         tables.add(managers.kv.num_bytes, managers.kv.num_bytes)

@@ -148,6 +148,10 @@ class Account:
             level.bytes -= requested_bytes
             journal.append((at_ns, self.number, -physical_bytes, stream, journal.moment))
 
+    def restart_high(self) -> None:
+        """The highest is what is held now; the journal is locked and counted."""
+        self._high_water_bytes, self._high_phase = self._physical_bytes, self._journal.phase_name
+
     def adjust_requested(self, delta_bytes: int) -> None:
         """More or less of the same physical memory is asked for: an arena grows inside its last page."""
         self._require_counted("adjust_requested")

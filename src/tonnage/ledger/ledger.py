@@ -103,10 +103,17 @@ class Ledger:
         self.journal.step(number)
 
     def expect(self, plan_lines: Mapping[LineKind, int]) -> None:
-        """What the plan gives each line, in bytes; replaces what was expected before."""
+        """What the plan gives each line, in bytes; replaces what was expected before.
+
+        The highest figures begin anew: what was held before there was this plan is not measured against it.
+        """
         with self.journal.lock:
             self.journal.count()
             self._planned = dict(plan_lines)
+            for level in self._levels.values():
+                level.high = level.bytes
+            for account in self._accounts.values():
+                account.restart_high()
 
     def sample(self, reading: Reading) -> None:
         """Take note of what the device says; the remainder is compared with the accounts as they stand now.
