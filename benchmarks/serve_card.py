@@ -95,7 +95,10 @@ def main() -> None:
     asked = options.parse_args()
     began = time.perf_counter()
     knobs = Knobs() if asked.graphs is None else Knobs(graphs=Setting(asked.graphs, asked.graphs))
-    limits = LimitKnobs(max_batch_size=Setting(256), max_num_tokens=Setting(8192), max_seq_len=Setting(4096))
+    limits = LimitKnobs(
+        max_batch_size=Setting(256), max_num_tokens=Setting(8192), max_seq_len=Setting(4096),
+        prefix_caching=Setting(False),
+    )  # fmt: skip
     with start(
         EngineOptions(
             model=str(LLAMA_8B), device="cuda", attention=asked.attention, dtype="bfloat16", random_weights=True,

@@ -98,7 +98,7 @@ def test_a_slot_set_again_has_nothing_of_its_last_owner():
 
 
 def test_numbers_beyond_any_vocabulary_are_taken():
-    made = table({"temperature": 1.0, "top_k": 10**30, "min_tokens": 10**30})
+    made = table({"temperature": 1.0, "top_k": 2**63 - 1, "min_tokens": 2**63 - 1})
     rows = gathered(made, [0], [10**6])
     assert rows.draws.top_k[0] > 2**40
     assert edits(rows) == {0: {2: -np.inf}}

@@ -47,9 +47,10 @@ def _attend(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    layer: Any = module.layer_idx  # a tensor where layers are compiled
     if torch.compiler.is_compiling():
-        return torch.ops.tonnage.attend(query, key, value, module.layer_idx, scaling), None
-    return _forward(query, key, value, int(module.layer_idx), scaling), None  # type: ignore[arg-type]
+        return torch.ops.tonnage.attend(query, key, value, layer, scaling), None
+    return _forward(query, key, value, int(layer), scaling), None
 
 
 def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
@@ -59,12 +60,20 @@ def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer:
 
 
 @torch.library.custom_op("tonnage::attend", mutates_args=())
-def _attend_op(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+def _attend_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: torch.Tensor, scaling: float
+) -> torch.Tensor:
     """``_forward`` as one operation that compiled code calls and does not look into. The pages that it writes are no
-    argument of it: nobody else in a layer reads them."""
-    return _forward(query, key, value, layer, scaling)
+    argument of it: nobody else in a layer reads them. ``layer`` is one number, on the host."""
+    return _forward(query, key, value, int(layer), scaling)
 
 
 @_attend_op.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:  # noqa: ARG001
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,  # noqa: ARG001
+    value: torch.Tensor,
+    layer: torch.Tensor,  # noqa: ARG001
+    scaling: float,  # noqa: ARG001
+) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])

@@ -60,8 +60,8 @@ class EngineOptions:
     imports; None takes what the system has available. ``dtype`` of weights and compute: default the model's own.
 
     ``chunk_tokens`` cuts prompts: at most so many prefill tokens in a step (rounded up to whole blocks). None: what a
-    step computes; on the host few in one that also decodes, so that decodes are not held up. "none": prompts are not cut,
-    and one longer than a step is refused.
+    step computes; on the host few in one that also decodes, so that decodes are not held up. "none": prompts are not
+    cut, and one longer than a step is refused.
 
     ``compile``: on a card, layers run under ``torch.compile``, which takes some seconds of the first start.
 

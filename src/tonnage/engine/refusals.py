@@ -55,7 +55,7 @@ def _refuse_length(request: Request, limits: Limits, chunking: Chunking) -> None
             f"The prompt of request {request.id!r} is too long",
             need=f"{prompt + 1} tokens (prompt and one to generate)",
             have=f"max_seq_len = {limit}",
-            remedy=f"shorten the prompt to {limit - 1} tokens, or start with a larger max_seq_len and a KV cache that holds it",
+            remedy=f"shorten the prompt to {limit - 1} tokens, or start with a larger max_seq_len and KV cache",
         )
     if request.max_total_tokens > limit:
         raise RequestRefused(

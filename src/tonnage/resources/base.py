@@ -14,8 +14,9 @@ from tonnage.terms import Claim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Admitted: ``units`` taken for the request's whole life, ``cached_tokens`` of what it knows already in the cache (None: the
-    manager has no cache).
+    """Admitted: ``units`` taken for the request's whole life, ``cached_tokens`` of what it knows already in the cache.
+
+    ``cached_tokens`` None: the manager has no cache, and nothing to say of where the request begins.
 
     ``is_loading``: some of them are on their way from the host, and the request runs once they have come.
     """

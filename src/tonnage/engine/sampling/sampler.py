@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +33,10 @@ class Sampled:
     top: dict[int, Top] = field(default_factory=dict)
 
 
+#: Tokens, their log-probabilities, and whether the row's logits are numbers, [rows, 1] each.
+_Tile: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Sampler:
     """Works on ``tile_elements`` logits at once, at least one row, so what it holds does not grow with the batch:
     at most ``costs.activations.sampler_scratch_bytes`` beside the logits and the tables.
@@ -49,10 +54,17 @@ class Sampler:
         and ``finite`` False, and its neighbours what they would give without it.
         """
         assert logits.shape == (rows.num_rows, self._vocab_size), (logits.shape, rows.num_rows, self._vocab_size)
-        sampled = Sampled()
+        top: dict[int, Top] = {}
+        found: list[_Tile] = []
         for start, stop in self._tiles(rows.num_rows):
-            _sample_tile(sampled, logits[start:stop], rows.between(start, stop), penalties)
-        return sampled
+            tile, tops = _sample_tile(logits[start:stop], rows.between(start, stop), penalties)
+            top.update((row + start, told) for row, told in tops.items())
+            found.append(tile)
+        if not found:
+            return Sampled()
+        # The host looks once: each look waits until the device has come so far.
+        tokens, logprobs, finite = (torch.cat(parts).squeeze(1).tolist() for parts in zip(*found, strict=True))
+        return Sampled(tokens=tokens, logprobs=logprobs, finite=finite, top=top)
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, *, num_top: int) -> list[TokenLogprobs]:
@@ -74,13 +86,16 @@ class Sampler:
             yield start, min(start + self._tile_rows, num_rows)
 
 
-def _sample_tile(sampled: Sampled, logits: torch.Tensor, rows: SamplingRows, tables: PenaltyTensors | None) -> None:
-    """Append what the rows of one tile give to ``sampled``."""
+def _sample_tile(
+    logits: torch.Tensor, rows: SamplingRows, tables: PenaltyTensors | None
+) -> tuple[_Tile, dict[int, Top]]:
+    """What the rows of one tile give, and the alternatives by row of those that asked."""
     numbers = logits.float()
     norm = _log_norm(numbers)
+    top: dict[int, Top] = {}
     if (tops := rows.tops) is not None:
         found = _tops(pick(numbers, tops.rows), pick(norm, tops.rows), tops.counts.tolist())
-        sampled.top.update(zip((tops.rows + len(sampled.tokens)).tolist(), found, strict=True))
+        top = dict(zip(tops.rows.tolist(), found, strict=True))
     numbers = edited(numbers, rows, tables, in_place=logits.dtype != torch.float32)
     draws = rows.draws
     if draws is not None and len(draws.rows) == rows.num_rows:
@@ -95,9 +110,7 @@ def _sample_tile(sampled: Sampled, logits: torch.Tensor, rows: SamplingRows, tab
     finite = norm.isfinite() & best.isfinite()
     tokens = torch.where(finite, tokens, 0)
     logprobs = logits.gather(1, tokens).float() - norm
-    sampled.tokens.extend(tokens.squeeze(1).tolist())
-    sampled.logprobs.extend(logprobs.squeeze(1).tolist())
-    sampled.finite.extend(finite.squeeze(1).tolist())
+    return (tokens, logprobs, finite), top
 
 
 def _log_norm(logits: torch.Tensor) -> torch.Tensor:
