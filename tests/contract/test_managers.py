@@ -16,7 +16,7 @@ from tonnage.errors import ResourceError
 from tonnage.layout import KVGroup, KVGroupKind
 from tonnage.ledger import Ledger
 from tonnage.resources.admission import ADMISSIONS
-from tonnage.resources.base import Deferral, Grant, ProbeRequest, ResourceManager
+from tonnage.resources.base import Deferral, ProbeRequest, ResourceManager
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.kv import KVManager

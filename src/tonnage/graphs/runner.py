@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from tonnage.attention.base import Rows
 from tonnage.config import Limits
 from tonnage.step import Ints
 from tonnage.terms import StepShape
@@ -24,11 +23,19 @@ from tonnage.workspace import ScratchArena
 Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
+class Decodes(Protocol):
+    """The rows of a step that decode one token each: where it stands, and whatever the backend wants to know."""
+
+    @property
+    def starts(self) -> Ints: ...
+    def __len__(self) -> int: ...
+
+
 class CapturingBackend(Protocol):
     """What a backend has whose decodes can be captured."""
 
     def static_inputs(self, limits: Limits) -> Any: ...
-    def load(self, inputs: Any, rows: Rows) -> None: ...
+    def load(self, inputs: Any, rows: Any) -> None: ...
     def captured(self, inputs: Any, num_rows: int, scratch: Any) -> Any: ...
 
 
@@ -83,7 +90,7 @@ class DecodeGraphs:
         at = bisect.bisect_left(self.sizes, num_rows)
         return self.sizes[at] if at < len(self.sizes) and self._graphs else None
 
-    def replay(self, size: int, ids: Ints, rows: Rows) -> torch.Tensor:
+    def replay(self, size: int, ids: Ints, rows: Decodes) -> torch.Tensor:
         """Last hidden states [rows, H] of a step of decodes; good until the next replay."""
         num = len(rows)
         staged = torch.zeros((2, self.sizes[-1]), dtype=torch.int64, pin_memory=True)
