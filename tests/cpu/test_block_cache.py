@@ -173,6 +173,8 @@ def test_a_load_in_flight_holds_its_blocks_and_is_seen_when_it_is_done():
     with pytest.raises(ResourceError):
         cache.allocate(3)
     bench.mover.finish_loads()
+    assert not cache.is_loaded(match.blocks[0])  # nobody has looked
+    cache.look_at_loads()
     assert cache.is_loaded(match.blocks[0])
     assert (cache.num_live, cache.stats()["host_free"]) == (0, 4 - cache.stats()["host_cached"])
     bench.check()

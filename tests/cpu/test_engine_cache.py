@@ -171,12 +171,11 @@ def test_a_small_pool_is_not_over_a_plan_that_the_probes_knew_nothing_of(tiny_ll
     with start(asked(tiny_llama, kv_tokens=10 * B, max_batch_size=32)) as engine:
         result = engine.result()
         (row,) = (row for row in result.audit if row.line == LineKind.KV)
-        assert row.high_water_bytes > row.planned_bytes >= row.actual_bytes
+        assert row.planned_bytes >= row.high_water_bytes >= row.actual_bytes
         out = io.StringIO()
         show_run(result, Console(file=out, width=120), with_plan=False)
         (told,) = (line for line in out.getvalue().splitlines() if line.startswith("kv "))
-        assert " in probe " in told
-        assert "within now" in told
+        assert "within" in told
         assert "over" not in told
 
 

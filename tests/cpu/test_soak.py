@@ -31,6 +31,7 @@ from tonnage.resources import prefixes
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.gate import PrefillTokens
 from tonnage.resources.holdings import _sources
+from tonnage.resources.incoming import Incoming
 from tonnage.resources.kv import KVManager
 from tonnage.resources.loads import Loads
 from tonnage.resources.prefixes import Prefixes
@@ -124,7 +125,7 @@ def test_the_stub_holds_though_steps_and_copies_fail(name):
     assert report.is_good, "\n".join(report.told)
     assert {"veto", "out of memory", "not finite"} <= report.faults.keys()
     assert report.outcomes["length"] + report.outcomes["stop"] > num_requests // 3
-    assert len(report.result.retried_steps) > 2
+    assert len(report.result.retried_steps) > 1
     assert report.counts["fault"] > 3
 
 
@@ -240,16 +241,16 @@ def runs_while_it_loads(monkeypatch):
 
 
 def frees_slots_of_loads_at_once(monkeypatch):
-    load = Room.load
+    load = Incoming.load
 
     def hasty(self, ids):
         before = len(self._loading)
         load(self, ids)
         for one in self._loading[before:]:
-            self.blocks.free_host.push(one.host_slots)
+            self._blocks.free_host.push(one.host_slots)
             one.host_slots = one.host_slots[:0]
 
-    monkeypatch.setattr(Room, "load", hasty)
+    monkeypatch.setattr(Incoming, "load", hasty)
 
 
 def forgets_to_copy(monkeypatch):

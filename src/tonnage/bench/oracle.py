@@ -292,7 +292,9 @@ class Oracle:
         # Who was asked before somebody else was suspended is not asked again in that step.
         if not waiting or prefills or self._had_suspension or len(running) >= self.limits.max_batch_size:
             return
-        room_blocks = self.limits.num_blocks - self._holding.most(running)
+        # Whoever came in this step may hold the block that it was to copy from until the step was final.
+        num_sources = sum(live.id in new and not live.loads for live in running)
+        room_blocks = self.limits.num_blocks - self._holding.most(running) - num_sources
         heads = (
             min(waiting, key=lambda live: live.order),
             min(waiting, key=lambda live: (-live.priority, live.order)),

@@ -257,7 +257,7 @@ class BlockCache:
         self.incoming.load(np.asarray(ids, np.int32).reshape(-1))
 
     def is_loaded(self, ids: npt.ArrayLike) -> bool:
-        """Whether work that is asked for now may read all of them. Never waits."""
+        """Whether work that is asked for now may read all of them, as ``look_at_loads`` saw it."""
         asked = np.asarray(ids, np.int32).reshape(-1)
         on_device = bool((self.blocks.levels[asked] == Level.DEVICE).all())
         return on_device and self.incoming.ids().isdisjoint(asked.tolist())
@@ -269,13 +269,23 @@ class BlockCache:
     def look_at_loads(self) -> None:
         """What has come is let go by its transfer. Raises ``TransferFailed``, once, where something did not come:
         those blocks are out of the cache, and who holds them must not read them."""
-        self.incoming.ids()
-        self.incoming.raise_failed()
+        self.incoming.look()
 
-    def distrust(self, ids: npt.ArrayLike) -> None:
-        """Nobody may find these blocks any more, held though they be; those that others hold too are theirs."""
+    def distrust(self, ids: npt.ArrayLike, *, also: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Nobody may find these blocks any more, held though they be; those that others hold too are theirs.
+
+        ``also``: blocks that were looked at and let go, with the digests they had then; what became of them since is
+        spared.
+        """
         asked = np.asarray(ids, np.int32).reshape(-1)
-        self.room.drop(asked[self.blocks.refs[asked] == 1].tolist())
+        doubted = asked[self.blocks.refs[asked] == 1].tolist()
+        doubted += [block for block, digest in also if not self.blocks.refs[block] and self.digest(block) == digest]
+        self.room.drop(doubted)
+
+    def digest(self, block: int) -> bytes | None:
+        """What the tree knows the block by; None: it does not."""
+        node = int(self.blocks.nodes[block])
+        return None if node == NONE else self.tree.digest(node)
 
     def take_back(self, num_slots: int | None = None, *, manager: str = "kv") -> Deferral | None:
         """Empty the first ``num_slots`` slots of the head (None: all), by eviction or by one stream-ordered copy.

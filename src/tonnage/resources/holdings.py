@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 
@@ -82,7 +82,7 @@ class Holdings:
         held, matched = int(self.live.held[row]), int(self.live.matched[row])
         own, found = self.tables.row(row, matched, held), self.tables.row(row, 0, matched)
         if self.texts[row].is_distrusted:
-            self.cache.distrust(np.concatenate([found, own]))
+            self.cache.distrust(np.concatenate([found, own]), also=self.texts[row].copied_from)
         for waiting in (self._partials, self._copied):
             if row in waiting:
                 self.cache.release(_sources(waiting.pop(row)))
@@ -146,9 +146,11 @@ class Holdings:
         is_due = self.live.computed[rows] // self._block_tokens >= self.live.due[rows]
         if is_due.any():
             due = rows[is_due]
-            for row in due.tolist():
-                self.store(row)
-            self._set_due(due)
+            # What cannot be stored for want of memory is not: it is found later, or never, and the text goes on.
+            with suppress(MemoryError):
+                for row in due.tolist():
+                    self.store(row)
+                self._set_due(due)
 
     def store(self, row: int, *, with_partial: bool = False) -> None:
         """Its computed blocks into the tree; where another has stored the same, it goes on with that one.
@@ -208,6 +210,9 @@ class Holdings:
         """Into the block where each sequence goes on, one batch after the other in the order of the stream."""
         for row in [row for row in rows.tolist() if row in self._partials] if self._partials else ():
             source = self._partials[row]
+            self.texts[row].copied_from = [
+                (block, digest) for block in source.sources if block >= 0 and (digest := self.cache.digest(block))
+            ]
             self.cache.hold(_sources(source))
             try:
                 self.cache.copy_partial(source, self._column(row, int(self.live.matched[row])))

@@ -36,15 +36,10 @@ class Incoming:
         ids = ids[self._blocks.levels[ids] == Level.HOST]
         if not ids.size:
             return
-        self._room.make(ids.size)
-        slots, host_slots = self._blocks.free_body.pop(ids.size), self._blocks.slots[ids]
         try:
-            load = self._room.mover.load(host_slots, slots)
-        except BaseException as error:
-            self._blocks.free_body.push(slots)
-            if isinstance(error, Exception):
-                raise TransferFailed(f"{ids.size} blocks cannot be loaded from the host ({error})") from error
-            raise
+            load, slots, host_slots = self._begin(ids)
+        except Exception as error:
+            raise TransferFailed(f"{ids.size} blocks cannot be loaded from the host ({error})") from error
         self._room.tell("removed", ids, Level.HOST)
         self._blocks.host_owners[host_slots] = NONE
         self._blocks.place(ids, Level.DEVICE, slots)
@@ -55,27 +50,38 @@ class Incoming:
         self._room.version += 1
         self._room.num_to_count += ids.size
 
+    def _begin(self, ids: Ids) -> tuple[Load, Ids, Ids]:
+        """The copy into slots of the body, those slots, and those of the host."""
+        self._room.make(ids.size)
+        slots, host_slots = self._blocks.free_body.pop(ids.size), self._blocks.slots[ids]
+        try:
+            return self._room.mover.load(host_slots, slots), slots, host_slots
+        except BaseException:
+            self._blocks.free_body.push(slots)
+            raise
+
     @property
     def num(self) -> int:
         """Blocks on their way, as far as anybody has looked."""
         return sum(one.ids.size for one in self._loading)
 
     def ids(self) -> set[int]:
-        """Blocks that have not come yet. What has come is let go by the transfer; what has failed is gone, and
-        ``raise_failed`` says so."""
+        """Blocks that nobody has seen to have come. Only ``look`` and ``wait`` see: whoever asks in the middle of
+        something finds the books as they were."""
+        return {block for one in self._loading for block in one.ids.tolist()}
+
+    def look(self) -> None:
+        """What has come is let go by its transfer, and what has failed is gone. Raises ``TransferFailed``, once, if
+        blocks did not come since this was asked last."""
         for one in list(self._loading):
             try:
                 if one.load.is_done:
                     self._arrived(one)
             except Exception as error:  # noqa: BLE001 - whatever the driver says of a copy that ran
                 self._lost(one, error)
-        return {block for one in self._loading for block in one.ids.tolist()}
-
-    def raise_failed(self) -> None:
-        """Raises ``TransferFailed``, once, if blocks did not come since this was asked last."""
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise error
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
 
     def wait(self, ids: Ids | None = None) -> None:
         """Until all of ``ids`` have come; None: until the transfer that was asked for first has."""
@@ -83,7 +89,7 @@ class Incoming:
             if ids is None or np.isin(one.ids, ids).any():
                 try:
                     one.load.wait()
-                except Exception as error:  # noqa: BLE001 - as in ``ids``
+                except Exception as error:  # noqa: BLE001 - as in ``look``
                     self._lost(one, error)
                 else:
                     self._arrived(one)

@@ -128,8 +128,8 @@ class Matcher:
 
     def _weigh(self, found: Match) -> None:
         ids = found.ids()
-        loading = self._incoming.ids()  # first: what has come is held by its transfer no more
         found.num_new_live = int(np.count_nonzero(self._blocks.refs[ids] == 0))
+        loading = self._incoming.ids()
         on_host = ids[self._blocks.levels[ids] == Level.HOST].tolist()
         found.host_blocks = on_host + [block for block in ids.tolist() if block in loading] if loading else on_host
 

@@ -24,6 +24,7 @@ class Text:
     is_distrusted  what it holds gave no numbers: nobody may find any of it
     num_asked tokens it had when it was last looked for
     promised  [first, last) of the prompt's blocks that nobody else is known to compute
+    copied_from  the block that it goes on from a copy of, one a group, with its digest
     seen      which neighbour it waited for when it last asked, and how far that one was
     """
 
@@ -37,6 +38,7 @@ class Text:
     num_asked: int = 0
     promised: range = range(0)
     seen: tuple[str, object] | None = None
+    copied_from: Sequence[tuple[int, bytes]] = ()
 
 
 class Prefixes:
