@@ -66,8 +66,11 @@ class Executor:
         hidden = self._hidden(inputs)
         plan = inputs.plan
         sampling = np.flatnonzero(plan.samples)
-        last = self._upload((np.cumsum(plan.counts) - 1)[sampling])
-        sampled = self._sampler.sample(self._logits(hidden[last]), inputs.sampling, inputs.penalties)
+        if sampling.size < len(hidden):  # a step of decodes samples from each row
+            chosen = hidden[self._upload((np.cumsum(plan.counts) - 1)[sampling])]
+        else:
+            chosen = hidden
+        sampled = self._sampler.sample(self._logits(chosen), inputs.sampling, inputs.penalties)
         return Outcome(
             request_ids=[plan.request_ids[row] for row in sampling.tolist()],
             tokens=sampled.tokens,
@@ -119,7 +122,11 @@ class Executor:
         return self._model.get_output_embeddings()(hidden)
 
     def _upload(self, array: Ints) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        """On the device; a card takes it from pinned memory, while the host goes on."""
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, prompts: Sequence[PromptSlice]) -> dict[str, list[TokenLogprobs]]:
         found: dict[str, list[TokenLogprobs]] = {}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
@@ -62,9 +63,16 @@ class Sampler:
             found.append(tile)
         if not found:
             return Sampled()
-        # The host looks once: each look waits until the device has come so far.
-        tokens, logprobs, finite = (torch.cat(parts).squeeze(1).tolist() for parts in zip(*found, strict=True))
-        return Sampled(tokens=tokens, logprobs=logprobs, finite=finite, top=top)
+        # The host looks once, for each look waits until the device has come so far: all in one kind of number, of
+        # which every token and every float32 is one.
+        parts = [torch.cat(columns).double() for columns in zip(*found, strict=True)]
+        tokens, logprobs, finite = torch.cat(parts, dim=1).T.cpu().numpy()
+        return Sampled(
+            tokens=tokens.astype(np.int64).tolist(),
+            logprobs=logprobs.tolist(),
+            finite=finite.astype(bool).tolist(),
+            top=top,
+        )
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, *, num_top: int) -> list[TokenLogprobs]:
