@@ -70,6 +70,7 @@ def test_the_flag_it_prints_is_one_that_a_plan_takes(tonnage: Program, load: Pat
 
 def test_pictures_and_table(tonnage: Program, load: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(load.parent)  # a long path would fill the lines
+    monkeypatch.setenv("COLUMNS", "100")
     ended = tonnage("buckets", load.name, "--judge", load.name, *PRICED)
     assert (ended.code, ended.err) == (0, "")
     told = " ".join(ended.out.split())
