@@ -29,7 +29,7 @@ demo: $(READY)
 
 # Two files at a time, each worker with one thread: torch's threads would fight for the cores. The unit tests run where
 # torch and numpy cannot be imported.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile --hypothesis-profile=repeatable
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=12 --hypothesis-profile=repeatable
 
 test: lint
 	TONNAGE_TESTS_CORE_ONLY=1 $(PYTEST) tests/unit

@@ -33,7 +33,22 @@ def _no_model() -> str | None:
 REASONS = {"gpu": _no_cuda, "model": _no_model}
 
 
+#: Files that take a minute or more: they come first, so that no worker is left alone with one at the end.
+LONG = (
+    "test_generation.py",
+    "test_run_command.py",
+    "test_llm.py",
+    "test_async_llm.py",
+    "test_engine_cache.py",
+    "test_soak.py",
+    "test_kv_manager_machine.py",
+    "test_families.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     for mark, missing in REASONS.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         reason = missing() if marked else None

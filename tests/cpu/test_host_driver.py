@@ -591,4 +591,4 @@ def test_a_driver_that_is_dropped_keeps_no_file_open():
     before = num_open()
     for _ in range(20):
         HostDriver(PAGE, page_bytes=PAGE)
-    assert num_open() == before
+    assert num_open() <= before  # what other tests left behind may go meanwhile

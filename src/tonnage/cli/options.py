@@ -142,6 +142,7 @@ class ServingOptions:
     """Where the engine runs, and how it schedules."""
 
     device: Annotated[Text, option("--device", "NAME", "cpu (default), cuda, or cuda:1.")] = None
+    attention: Annotated[Text, option("--attention", "NAME", "auto (default), sdpa, or triton.")] = None
     admission: Annotated[
         Text,
         option("--admission", "POLICY", "optimistic (default): expected lengths, suspends; reserve_all: whole lives."),
@@ -157,7 +158,8 @@ class ServingOptions:
 
     def keywords(self) -> dict[str, Any]:
         """What ``EngineOptions`` is given beside its knobs. Raises ``InvalidSetting``."""
-        given: dict[str, Any] = {} if self.device is None else {"device": self.device.strip().lower()}
+        named = {"device": self.device, "attention": self.attention}
+        given: dict[str, Any] = {name: text.strip().lower() for name, text in named.items() if text is not None}
         if self.chunk_tokens is not None:
             uncut = self.chunk_tokens.strip().lower() == "none"
             given["chunk_tokens"] = "none" if uncut else parse_count(self.chunk_tokens, knob="--chunk-tokens")

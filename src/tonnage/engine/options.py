@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal
 
 from tonnage.budget.reference.knobs import ReferenceKnobs
@@ -16,6 +17,8 @@ from tonnage.units import check_number, check_whole, round_up, shown
 #: prefill and decode, so this many beside a batch of decodes make a step of about twice the time. A card reads all
 #: weights for a batch of decodes, and computes prefill meanwhile: there a step takes as many as it can.
 TOKENS_BESIDE_DECODES = 64
+#: Stands for the attention backend that is best where the engine runs.
+AUTO = "auto"
 #: Of the time between two steps of a busy engine a small part, and still hundreds of megabytes on a fast link.
 TRANSFER_SLICE_S = 0.01
 #: No step waits for its transfers for longer.
@@ -54,6 +57,8 @@ class Chunking:
 class EngineOptions:
     """``model``: a folder, a .gguf file, ``smollm2`` or a hub id. ``device``: "cpu", "cuda", or "cuda:1".
 
+    ``attention``: a backend, or "auto": ``triton`` on a card where it is installed, else ``sdpa``.
+
     ``memory_bytes`` is the size of the host device; a card has its own, and ``total_bytes`` bounds what is taken of it.
 
     On the host device ``memory_bytes`` is a hard cap on what the process may take beyond what it held after its
@@ -84,7 +89,7 @@ class EngineOptions:
     knobs: Knobs = field(default_factory=Knobs)
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
     dtype: str | None = None
-    attention: str = "sdpa"
+    attention: str = AUTO
     chunk_tokens: int | Literal["none"] | None = None
     fence: bool = True
     random_weights: bool = False
@@ -120,6 +125,13 @@ class EngineOptions:
         if match is None and self.device_kind == "cuda":
             raise InvalidSetting("device", self.device, "no device", remedy="write cpu, cuda, or cuda:1")
         return int(match[1] or 0) if match else 0
+
+    @property
+    def attention_backend(self) -> str:
+        """The one that was asked for, or the fastest that is installed for the device."""
+        if self.attention != AUTO:
+            return self.attention
+        return "triton" if self.device_kind == "cuda" and find_spec("triton") is not None else "sdpa"
 
     @property
     def block_tokens(self) -> int:

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting, parse_admission
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
-from tonnage.engine.options import EngineOptions
+from tonnage.engine.options import AUTO, EngineOptions
 from tonnage.errors import InvalidSetting
 from tonnage.units import parse_bytes, parse_count, parse_fraction
 
 if TYPE_CHECKING:
     import torch
-
-DEFAULT_ATTENTION = "sdpa"
 
 #: "4GiB", or bytes.
 Size: TypeAlias = str | int | None
@@ -40,7 +38,7 @@ class Options(TypedDict, total=False):
     kv_dtype, dtype   of the KV cache, and of the weights and all computing
     block_tokens      tokens in one KV block
     disabled_claims   claims switched off by name
-    attention         the attention backend
+    attention         the attention backend, or "auto"
     admission         "optimistic" or "reserve_all"
     chunk_tokens      prefill tokens in one step at most, or "none": prompts are not cut
     host_kv_bytes     host memory for evicted blocks, beside the device
@@ -104,7 +102,7 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
             prefix_caching=_switch(options, "prefix_caching"),
         ),
         dtype=_weights_dtype(_read(options, "dtype", parse_dtype)),
-        attention=options.get("attention") or DEFAULT_ATTENTION,
+        attention=options.get("attention") or AUTO,
         chunk_tokens="none" if chunk_tokens == "none" else _read(options, "chunk_tokens", parse_count),
         fence=_fence(options.get("fence")),
     )

@@ -262,7 +262,7 @@ class _Startup:
         self.scratch_arena = self.site.arena("attention scratch", LineKind.SCRATCH, reserve_bytes=capacity)
         part = layout.groups[0].parts[0]
         self.pool = typed_view(as_tensor(self.pool_arena), 0, (num_slabs, *part.shape), part.dtype)
-        self.backend = make_backend(self.target.options.attention, self.pool)
+        self.backend = make_backend(self.target.options.attention_backend, self.pool)
 
     def table_bytes(self, limits: Limits) -> int:
         """Penalty tables, which the probes use and give back."""

@@ -65,7 +65,7 @@ class Target:
     def read(cls, options: EngineOptions) -> Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
-        captures = options.device_kind == "cuda" and options.attention in CAPTURING
+        captures = options.device_kind == "cuda" and options.attention_backend in CAPTURING
         obeyed = frozenset({"graphs"}) if captures else frozenset()
         refuse_planned_only(options.knobs, options.limit_knobs, obeyed=obeyed)
         if options.reference is not None:
@@ -76,7 +76,7 @@ class Target:
         folder = model_folder(options.model, needs_weights=not options.random_weights)
         rank = Rank(device=options.ordinal)
         config = ModelConfig.read(folder, name=_shown_name(options.model))
-        family = family_of(config, attention=options.attention)
+        family = family_of(config, attention=options.attention_backend)
         dtype = parse_dtype(options.dtype or config.dtype, knob="dtype", allowed=COMPUTE_DTYPES)
         kv = kv_layout(
             config,
@@ -84,7 +84,7 @@ class Target:
             block_tokens=options.block_tokens,
             rank=rank,
         )
-        _require_same_dtype(kv, dtype, backend=options.attention)
+        _require_same_dtype(kv, dtype, backend=options.attention_backend)
         limits, _ = resolve_limits(
             config, options.limit_knobs, device_kind=options.device_kind, graphs=options.knobs.graphs
         )
@@ -152,9 +152,8 @@ class Target:
         """What the attention backend declares for this model, of whose kinds of layers the most demanding counts."""
         part = self.kv.groups[0].parts[0]
         shapes = attention_shapes(self.config, kv_dtype=part.dtype, block_tokens=self.block_tokens, rank=self.rank)
-        return tuple(
-            scratch for shape in shapes for scratch in declare_for(self.options.attention, shape, limits=self.limits)
-        )
+        backend = self.options.attention_backend
+        return tuple(scratch for shape in shapes for scratch in declare_for(backend, shape, limits=self.limits))
 
     def refuse_hopeless(self, card: Card) -> None:
         """Before a byte is read: weights that cannot fit whatever the probes would show. The planner tells the sum."""
@@ -182,7 +181,7 @@ class Target:
             limit_knobs=self.options.limit_knobs,
             dtype=self.dtype,
             rank=self.rank,
-            backend=self.options.attention,
+            backend=self.options.attention_backend,
             reference=self.options.reference,
         )
 
@@ -199,7 +198,7 @@ class Target:
             limit_knobs=self.options.limit_knobs,
             dtype=self.dtype,
             rank=self.rank,
-            backend=self.options.attention,
+            backend=self.options.attention_backend,
             extra_claims=claims,
             versions={"torch": version("torch"), "transformers": version("transformers")},
             reference=self.options.reference,
