@@ -36,6 +36,7 @@ REASONS = {"gpu": _no_cuda, "model": _no_model}
 #: Files that take a minute or more: they come first, so that no worker is left alone with one at the end.
 LONG = (
     "test_generation.py",
+    "test_demo.py",
     "test_run_command.py",
     "test_llm.py",
     "test_async_llm.py",

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from test_run_command import tonnage
 
 from tonnage.units import MiB
 
+ROOT = Path(__file__).parents[2]
+NUM_REQUESTS = 40
+
 
 @pytest.mark.model
 def test_the_demo_finishes_inside_its_plan(tmp_path):
-    """All 64 requests finish, many after waiting; what no line explains stays small; nothing passes the cap."""
-    kept = tmp_path / "answers.jsonl"
+    """All requests finish, many after waiting; what no line explains stays small; nothing passes the cap. The first
+    forty: the others tell nothing more, and take a minute."""
+    kept, asked = tmp_path / "answers.jsonl", tmp_path / "asked.jsonl"
+    asked.write_text("".join((ROOT / "examples" / "demo.jsonl").read_text().splitlines(keepends=True)[:NUM_REQUESTS]))
     memory = 1024 * MiB
-    done = tonnage("run", "smollm2", "--input", "examples/demo.jsonl", "--output", str(kept), "--memory", "1GiB",
+    done = tonnage("run", "smollm2", "--input", str(asked), "--output", str(kept), "--memory", "1GiB",
                    "--max-seq-len", "1024", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = json.loads(done.stdout)
-    assert run["requests"]["finished"] == 64
+    assert run["requests"]["finished"] == NUM_REQUESTS
     assert run["requests"]["failed"] == 0
-    assert run["requests"]["waited"] >= 30
+    assert run["requests"]["waited"] >= NUM_REQUESTS // 3
     answers = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert len({answer["id"] for answer in answers}) == 64
+    assert len({answer["id"] for answer in answers}) == NUM_REQUESTS
     assert all(answer["text"].strip() for answer in answers)
     plan, ledger = run["plan"], run["ledger"]
     assert sum(line["bytes"] for line in plan["lines"]) == plan["device_bytes"] == memory

@@ -1,4 +1,4 @@
-"""Greedy text of the engine against transformers' own ``generate`` on the same float32 weights.
+"""Greedy text of the engine against transformers' own ``generate`` on the same float32 weights (``truths``).
 
 Rule: equal up to the first position whose two best logits are less than ``GAP`` apart; log-probabilities within
 ``GAP`` up to there; at least 95 % of the prompts equal to the very end.
@@ -8,71 +8,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import pytest
-import torch
+from truths import NEW_TOKENS, Truth, filed, generated, make_prompts
 
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import EngineOptions, start
-from tonnage.engine.models import model_folder, quiet_transformers
 from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
 pytestmark = pytest.mark.model
 
 GAP = 1e-3
-NEW_TOKENS = 64
-LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 21, 31, 32, 33, 40, 48, 63, 64, 65, 80, 97,
-           120, 128, 144, 160, 200, 256, 300, 350, 400, 480, 512, 600)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What ``generate`` gave: tokens, their log-probabilities, and the gap of the two best logits at each position."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    gaps: list[float]
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """32 prompts of 1 to 600 tokens, cut at different places from a text that every checkout has."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_folder("smollm2"))
-    text = (Path(__file__).parents[2] / "LICENSE").read_text()
-    ids = tokenizer(text)["input_ids"]
-    return [ids[37 * i : 37 * i + length] for i, length in enumerate(LENGTHS)]
+    return make_prompts()
 
 
 @pytest.fixture(scope="module")
-def truths(prompts) -> list[Truth]:
-    from transformers import AutoModelForCausalLM
-
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(model_folder("smollm2"), dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    return [_generate(model, prompt) for prompt in prompts]
-
-
-def _generate(model, prompt: list[int]) -> Truth:
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    tokens = out.sequences[0, len(prompt) :].tolist()
-    logits = torch.cat(list(out.logits)).float()
-    best = logits.topk(2, dim=-1).values
-    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return Truth(tokens, logprobs.tolist(), (best[:, 0] - best[:, 1]).tolist())
+def truths() -> list[Truth]:
+    return filed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +96,17 @@ def _run(case: Case, prompts) -> list:
         return completions
 
 
+def test_the_filed_truths_are_what_transformers_gives(prompts, truths):
+    """Here and now, for some of them; another machine's sums differ in the last bits."""
+    some = slice(3, None, 8)
+    for truth, told in zip(generated(prompts[some]), truths[some], strict=True):
+        first = next((i for i, gap in enumerate(told.gaps) if gap < GAP), NEW_TOKENS)
+        assert truth.tokens[:first] == told.tokens[:first]
+        assert truth.logprobs[:first] == pytest.approx(told.logprobs[:first], abs=GAP)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_text_equals_generate(prompts, truths, name):
-    # Truths come first: the reference needs more memory than the engine's fence leaves to others.
     case = CASES[name]
     prompts, truths = prompts[:: case.every], truths[:: case.every]
     completions = _run(case, prompts)
