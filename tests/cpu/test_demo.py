@@ -11,13 +11,13 @@ from test_run_command import tonnage
 from tonnage.units import MiB
 
 ROOT = Path(__file__).parents[2]
-NUM_REQUESTS = 40
+NUM_REQUESTS = 28
 
 
 @pytest.mark.model
 def test_the_demo_finishes_inside_its_plan(tmp_path):
     """All requests finish, many after waiting; what no line explains stays small; nothing passes the cap. The first
-    forty: the others tell nothing more, and take a minute."""
+    of the demo's 64, for the others tell nothing more and take a minute."""
     kept, asked = tmp_path / "answers.jsonl", tmp_path / "asked.jsonl"
     asked.write_text("".join((ROOT / "examples" / "demo.jsonl").read_text().splitlines(keepends=True)[:NUM_REQUESTS]))
     memory = 1024 * MiB

@@ -44,7 +44,7 @@ class Case:
 
 
 CASES = {
-    "alone": Case(at_once=False, new_tokens=NEW_TOKENS, every=4),
+    "alone": Case(at_once=False, new_tokens=NEW_TOKENS, every=8),
     "batched": Case(new_tokens=NEW_TOKENS, every=1),
     "chunks of 16": Case(chunk_tokens=16),
     "chunks of 64": Case(chunk_tokens=64),
