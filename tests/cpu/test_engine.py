@@ -11,7 +11,8 @@ import torch
 from tonnage.caching import CacheParams
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import EngineOptions, Finish, start
-from tonnage.errors import DoesNotFit, InputError, RequestRefused
+from tonnage.engine.target import Target
+from tonnage.errors import DoesNotFit, InputError, InvalidSetting, RequestRefused, UserError
 from tonnage.sampling import SamplingParams
 from tonnage.terms import LineKind
 from tonnage.units import MiB
@@ -401,3 +402,25 @@ def test_the_cap_holds_for_the_probes_too(tiny_llama):
         start(replace(asked, memory_bytes=24 * MiB, knobs=Knobs(keep_free_bytes=Setting(0))))
     assert refused.value.need_bytes > refused.value.have_bytes
     assert refused.value.remedies
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"device": 5}, "not a text"),
+        ({"device": None}, "not a text"),
+        ({"attention": 7}, "not a text"),
+        ({"attention": "triton2"}, "no such backend"),
+    ],
+)
+def test_a_device_or_backend_that_is_none_is_refused_before_the_model_is_read(given, says):
+    with pytest.raises(InvalidSetting, match=says):
+        Target.read(EngineOptions(model="no/such-model", **given))
+
+
+def test_cancel_on_a_closed_engine_does_nothing(tiny_llama):
+    with start(options(tiny_llama)) as engine:
+        pass
+    engine.cancel("whoever")
+    with pytest.raises(UserError, match="closed"):
+        engine.step()

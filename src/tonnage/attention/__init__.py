@@ -21,10 +21,15 @@ BACKENDS: dict[str, str] = {
 }
 
 
-def make_backend(name: str, pool: torch.Tensor) -> Backend:
-    """The backend ``name`` over ``pool`` [num_slabs, layers, 2, B, Hkv, D]. Raises ``InvalidSetting`` if unknown."""
+def check_backend(name: str) -> None:
+    """Raise ``InvalidSetting`` where no backend has that name: before anything is loaded for it."""
     if name not in BACKENDS:
         raise InvalidSetting("attention", name, "no such backend", remedy=f"use one of {', '.join(BACKENDS)}")
+
+
+def make_backend(name: str, pool: torch.Tensor) -> Backend:
+    """The backend ``name`` over ``pool`` [num_slabs, layers, 2, B, Hkv, D]. Raises ``InvalidSetting`` if unknown."""
+    check_backend(name)
     module, _, attribute = BACKENDS[name].partition(":")
     backend: Backend = getattr(importlib.import_module(module), attribute)(pool)
     return backend

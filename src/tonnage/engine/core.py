@@ -122,6 +122,8 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; what it generated so far comes with the next ``step``. Unknown ids are fine."""
+        if self._is_closed:
+            return
         with deferred_interrupts():
             self._endings.cancel(request_id)
 

@@ -15,7 +15,7 @@ from tonnage.buffers.torch_segments import Route
 from tonnage.device.cuda import CudaDriver
 from tonnage.device.cuda_devices import CudaDevice, cuda_devices
 from tonnage.device.nvml import Nvml
-from tonnage.device.reading import Sampler, take_reading
+from tonnage.device.reading import take_reading
 from tonnage.engine.site import ROUNDING_BYTES, Site, StepPeak, no_memory_left
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
@@ -30,7 +30,7 @@ class CudaSite(Site):
     """Device ``ordinal`` of those that this process sees, with torch on a stream of ours.
 
     The context, torch's start and whatever libraries take are this process's own from the beginning. Others on the
-    card are told apart by NVML, or inferred from what was free before we came; ``watch`` looks at them all the time.
+    card are told apart by NVML, or inferred from what was free before we came.
     """
 
     memory = MemoryKind.GPU
@@ -134,7 +134,8 @@ class CudaSite(Site):
         capture()
         self.driver.device_sync()
         self._graph_pool_bytes = torch.cuda.memory_reserved(self.torch_device) - before
-        grown = max(self._graph_pool_bytes, (self.own_bytes() or 0) + self._graph_pool_bytes - before_own)
+        # What the process holds has torch's pool in it; where the driver does not tell, the pool is all that is known.
+        grown = max(self._graph_pool_bytes, (self.own_bytes() or 0) - before_own)
         self.sampled("graphs", LineKind.GRAPHS).sampled(grown)
         return Quantity.exact(round_up(grown, ROUNDING_BYTES), Source.MEASURED, "growth of the process by captures")
 
@@ -143,13 +144,6 @@ class CudaSite(Site):
         boundary = close_boundary(self._torch_memory, route=Route(shim=None, reason=SEGMENTS_LATER))
         self.closing(lambda: open_boundary(self._torch_memory, boundary))
         return (boundary.paragraph(),)
-
-    def watch(self, *, interval_s: float = 0.1) -> Sampler:
-        """Look at the device all the time from here on, so that what others take is told apart; ended by ``close``."""
-        sampler = Sampler(self.driver, self.ledger, interval_s=interval_s, read=lambda: self.read("watched"))
-        sampler.start()
-        self.closing(sampler.stop)
-        return sampler
 
     def _leave_torch(self) -> None:
         """What torch cached of our work goes back; its context stays, as it is the process's."""

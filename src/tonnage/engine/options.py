@@ -100,6 +100,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raise ``InvalidSetting`` for a size or a time that cannot be, and for the size of a card."""
+        for name in ("device", "attention"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidSetting(
+                    name, shown(getattr(self, name)), "not a text", remedy="write a name, or leave it out"
+                )
         check_number("transfer_slice_s", self.transfer_slice_s, 0, MAX_TRANSFER_SLICE_S, above=True)
         check_whole("scratch_head_bytes", self.scratch_head_bytes, 0)
         if self.memory_bytes is None:

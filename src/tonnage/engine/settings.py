@@ -110,7 +110,7 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
 
 def _device(value: object) -> str:
     if not isinstance(value, str | None):
-        raise InvalidSetting("device", value, f"a {type(value).__name__}", remedy="write cpu, cuda, or cuda:1")
+        raise InvalidSetting("device", value, "not a text", remedy="write cpu, cuda, or cuda:1")
     return (value or "cpu").strip().lower()
 
 

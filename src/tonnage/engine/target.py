@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from tonnage.attention import check_backend
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
 from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
@@ -65,6 +66,7 @@ class Target:
     def read(cls, options: EngineOptions) -> Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
+        check_backend(options.attention_backend)
         captures = options.device_kind == "cuda" and options.attention_backend in CAPTURING
         obeyed = frozenset({"graphs"}) if captures else frozenset()
         refuse_planned_only(options.knobs, options.limit_knobs, obeyed=obeyed)
