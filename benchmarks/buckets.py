@@ -20,13 +20,13 @@ from typing import Any
 
 from filing import file_away, parser
 from tonnage.costs.context import GRAPH_BYTES
-from tonnage.graphs.buckets import GENERATORS
 from tonnage.graphs.guard import guarded
 from tonnage.graphs.histogram import Histogram
 from tonnage.graphs.optimise import Rules, frontier
 from tonnage.graphs.price import Price
 from tonnage.graphs.step_times import StepTimes, affine, unpadded_ns
 from tonnage.graphs.traffic import Played, Request, play, settled
+from tonnage.planner.buckets import GENERATORS
 
 #: Bytes of cache a token and a graph take, as an 8B model with grouped heads in bf16 on one card.
 KV_TOKEN_BYTES, GRAPH = 128 * 1024, GRAPH_BYTES[1]

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tonnage.errors import InputError
-from tonnage.graphs.buckets import GENERATORS
 from tonnage.graphs.guard import NEGLIGIBLE, drifted, guarded
 from tonnage.graphs.histogram import Histogram, blend, prior
 from tonnage.graphs.load_files import read_load, read_step_times
@@ -19,6 +18,7 @@ from tonnage.graphs.optimise import Rules
 from tonnage.graphs.price import Price
 from tonnage.graphs.step_times import StepTimes, affine, measured, total_ns, unpadded_ns
 from tonnage.graphs.traffic import Request, play, settled
+from tonnage.planner.buckets import GENERATORS
 
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any)
 

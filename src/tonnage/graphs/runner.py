@@ -8,13 +8,13 @@ in what it left.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from tonnage.config import Limits
+from tonnage.planner.buckets import round_up
 from tonnage.step import Ints
 from tonnage.terms import StepShape
 from tonnage.workspace import ScratchArena
@@ -87,8 +87,7 @@ class DecodeGraphs:
 
     def bucket(self, num_rows: int) -> int | None:
         """The smallest bucket that holds so many rows; None where none does, or nothing is captured."""
-        at = bisect.bisect_left(self.sizes, num_rows)
-        return self.sizes[at] if at < len(self.sizes) and self._graphs else None
+        return round_up(self.sizes, num_rows) if self._graphs else None
 
     def replay(self, size: int, ids: Ints, rows: Decodes) -> torch.Tensor:
         """Last hidden states [rows, H] of a step of decodes; good until the next replay."""
