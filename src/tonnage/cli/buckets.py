@@ -37,7 +37,8 @@ class StepOptions:
     """How long a replayed step takes: measured, or a model."""
 
     step_times: Annotated[
-        opt.Text, opt.option("--step-times", "FILE", "Measured: rows of batch_size and step_us, csv or jsonl.")
+        opt.Text,
+        opt.option("--step-times", "FILE", "Measured: rows of batch_size and step_us, or what step_parts.py files."),
     ] = None
     base_us: Annotated[opt.Text, opt.option("--base-us", "T", "Or a model: a step without its rows (6000).")] = None
     row_us: Annotated[opt.Text, opt.option("--row-us", "T", "What each row adds (6).")] = None
