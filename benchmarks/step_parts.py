@@ -1,8 +1,8 @@
 """Where the time of a decode step goes on a card: graph, projection and sampler, and the host around them.
 
-The file is one that ``tonnage buckets --step-times`` reads: name every batch between whose times a straight line will do.
+``tonnage buckets --step-times`` reads the file: name enough batches that straight lines between their times will do.
 
-python benchmarks/step_parts.py 1 2 4 8 16 24 32 48 64 96 128 160 192 224 256 --output benchmarks/results/step-parts.json
+python benchmarks/step_parts.py 1 2 4 8 16 24 32 48 64 96 128 160 192 224 256 --output benchmarks/results/parts.json
 """
 
 from __future__ import annotations

@@ -7,19 +7,17 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from graph_loads import MODEL_A, MODEL_B, PEAK_576, K, bell, blend
+from graph_loads import blend
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tonnage.errors import InputError
-from tonnage.graphs.guard import NEGLIGIBLE, drifted, guarded
 from tonnage.graphs.histogram import Histogram, prior
 from tonnage.graphs.load_files import read_load, read_step_times
 from tonnage.graphs.optimise import Rules, frontier
 from tonnage.graphs.price import Price
 from tonnage.graphs.step_times import StepPoints, StepTimes, affine, batch_costs, measured, total_ns, unpadded_ns
 from tonnage.graphs.traffic import Request, play, settled
-from tonnage.planner.buckets import GENERATORS
 
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any)
 
@@ -118,32 +116,6 @@ def test_a_price_by_hand():
     price = Price(graph_bytes=40, kv_token_bytes=4, request_tokens=100, num_running=5)
     assert price.kv_tokens == 10
     assert price.share(affine(8, base_ns=50, row_ns=10)) == Fraction(1, 2) / 10 / 5
-
-
-@pytest.mark.parametrize("times", [MODEL_A, MODEL_B], ids="AB")
-@pytest.mark.parametrize("load", [PEAK_576, bell(140, 20)], ids=["576", "140"])
-def test_a_guarded_list_is_nowhere_worse_than_the_one_beside_it(times, load):
-    """At the same number of graphs; and on the load itself it pads less than half of what that pads."""
-    beside = GENERATORS["+64"](K)
-    rules = Rules(max_batch_size=K, always=(600,), most_padding=Fraction(1, 4), candidates_of=8)
-    made = guarded(load, times, rules, beside=beside)
-    sizes, total = made.choice.sizes, made.choice.total_ns
-    assert len(sizes) <= len(beside)
-    assert {600, K} <= set(sizes)
-    floor, even = unpadded_ns(load, times), total_ns(load, beside, times)
-    assert total == total_ns(load, sizes, times)
-    assert total - floor <= (even - floor) / 2
-    for other in drifted(load, K, octaves=made.octaves):
-        bound = max(Fraction(total_ns(other, beside, times)), (1 + NEGLIGIBLE) * unpadded_ns(other, times))
-        assert total_ns(other, sizes, times) <= bound
-
-
-def test_where_nothing_is_better_the_list_itself_is_the_answer():
-    load = Histogram.of(range(1, 9))
-    times = affine(8, base_ns=10, row_ns=10)
-    beside = tuple(range(1, 9))
-    made = guarded(load, times, Rules(max_batch_size=8), beside=beside)
-    assert made.choice.sizes == beside
 
 
 def test_requests_played_step_by_step():
