@@ -262,8 +262,10 @@ def main() -> None:
     print(*summary(rows), sep="\n")
     worse = [row for row in rows if row["is_worse"]]
     unseen = [row for row in rows if row["judged"] != "first half"]
-    print(f"{len(unseen)} traces that nothing was fitted to, {sum(row['is_worse'] for row in unseen)} of them among these "
-          "on which the fitted list pads more than +64:")  # fmt: skip
+    num_worse = sum(row["is_worse"] for row in unseen)
+    print(
+        f"{len(unseen)} traces that nothing was fitted to; the fitted list pads more than +64 on {num_worse} of them:"
+    )
     print(*worse, sep="\n")
     told = {model: times.told for model, times in models.items()}
     file_away(
