@@ -10,7 +10,11 @@ import pytest
 from graph_loads import blend
 from hypothesis import given
 from hypothesis import strategies as st
+from report_samples import make_run
 
+from tonnage.bench.measure import Measurement, Sample
+from tonnage.bench.report import bench_document, text_of
+from tonnage.bench.workloads import workload
 from tonnage.errors import InputError
 from tonnage.graphs.histogram import Histogram, prior
 from tonnage.graphs.load_files import read_load, read_step_times
@@ -186,6 +190,19 @@ def test_traces_of_requests(tmp_path):
     lines = '{"arrival_us": 0, "output_tokens": 5}\n{"arrival_us": 1.5, "output_tokens": 7}\n'
     assert read_load(written(tmp_path, "r.csv", csv)) == made
     assert read_load(written(tmp_path, "r.jsonl", lines)) == made
+
+
+def test_what_a_bench_kept_is_a_trace_of_requests(tmp_path):
+    """As ``tonnage bench`` writes it: one request that never got a token is left out."""
+    samples = (
+        Sample(id="a", num_input_tokens=9, num_output_tokens=5, arrival_us=0),
+        Sample(id="b", num_input_tokens=9, num_output_tokens=0, arrival_us=1, error="refused"),
+        Sample(id="c", num_input_tokens=9, num_output_tokens=7, arrival_us=2000),
+    )
+    shape = workload("single", num_requests=3)
+    measured_ = Measurement(workload=shape, samples=samples, elapsed_us=3000, num_suspensions=0)
+    text = text_of(bench_document(measured_, make_run(), command=["tonnage", "bench"]))
+    assert read_load(written(tmp_path, "b.json", text)) == (Request(0, 5), Request(2_000_000, 7))
 
 
 def test_step_times_from_a_file(tmp_path):

@@ -10,8 +10,8 @@ Rows are objects of a ``.jsonl`` or ``.json`` array, or lines of a ``.csv`` with
                                     a graph of ``bucket``, the replay of that, and one of padding alone; samples of the
                                     last two under graph_samples_us and padded_samples_us
 
-A ``.json`` object has rows under "rows", or is a histogram: sizes to counts, by itself or under "counts". Keys beside
-these are passed over.
+A ``.json`` object has rows under "rows", is what ``tonnage bench --output`` kept (its requests), or a histogram: sizes
+to counts, by itself or under "counts". Keys beside these are passed over.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from tonnage.graphs.histogram import Histogram
 from tonnage.graphs.step_times import StepPoints
 from tonnage.graphs.traffic import Request
 
+#: Of files that ``tonnage bench`` writes; a room above this one, which this one may not import.
+BENCH_SCHEMA = "tonnage.bench/1"
 REMEDY = "see docs/graph-buckets.md for the files that are read"
 #: Larger than any batch, count, length or time here; a guard against a typing error that would fill the memory.
 MOST_SEQUENCES, MOST_NUMBER = 2**16, 2**53
@@ -150,9 +152,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
             if line.strip():
                 yield f"line {number}", _object(path, f"line {number}", _json(path, line, f"line {number}"))
     elif path.suffix == ".json":
-        document = _json(path, text, "")
-        if isinstance(document, dict) and isinstance(document.get("rows"), list):
-            document = document["rows"]
+        document = _listed(_json(path, text, ""))
         if isinstance(document, dict):
             counts = document.get("counts", {k: v for k, v in document.items() if k != "schema"})
             for size, count in _object(path, "counts", counts).items():
@@ -164,6 +164,17 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
             _fail(path, "holds neither an object nor an array")
     else:
         _fail(path, f"ends in {path.suffix!r}", need=".csv, .jsonl or .json")
+
+
+def _listed(document: object) -> object:
+    """The rows of a file that is more than its rows; anything else as it is. A request of ``tonnage bench`` that failed
+    before its first token was never decoded."""
+    if not isinstance(document, dict):
+        return document
+    if document.get("schema") == BENCH_SCHEMA and isinstance(document.get("samples"), list):
+        samples = [each for each in document["samples"] if isinstance(each, dict) and each.get("num_output_tokens")]
+        return [{**each, "output_tokens": each["num_output_tokens"]} for each in samples]
+    return document["rows"] if isinstance(document.get("rows"), list) else document
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:
