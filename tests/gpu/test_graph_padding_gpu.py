@@ -42,14 +42,12 @@ class NoScratch:
 
 
 #: Activations of 16, 32 and 64 MiB: too large for a segment that torch shares, so none fits where a smaller one was.
-WIDTH, ORDERS = (
-    4096,
-    {
-        "largest first": (4096, 2048, 1024),
-        "smallest first": (1024, 2048, 4096),
-        "mixed": (2048, 4096, 1024),
-    },
-)
+WIDTH = 4096
+ORDERS = {
+    "largest first": (4096, 2048, 1024),
+    "smallest first": (1024, 2048, 4096),
+    "mixed": (2048, 4096, 1024),
+}
 
 
 def test_the_order_of_capture_changes_memory_only():
