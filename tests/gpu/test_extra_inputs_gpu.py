@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_graph_padding_gpu import Decoding, NoBackend, NoScratch  # noqa: E402
+
+from tonnage.errors import GraphInputError  # noqa: E402
 from tonnage.graphs.extra_inputs import ExtraInput, ExtraInputs  # noqa: E402
+from tonnage.graphs.runner import DecodeGraphs  # noqa: E402
+from tonnage.graphs.token_feed import TokenFeed  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -100,3 +107,29 @@ def test_values_of_the_device_need_no_host(captured):
     extra.load(given, num_rows=3, size=4)
     graphs[4].replay()
     assert torch.equal(outputs[4][:3], forward(table, **given))
+
+
+def test_the_graphs_of_an_engine_take_what_was_declared():
+    device, random = torch.device("cuda"), np.random.default_rng(4)
+    with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode():
+        table = torch.randn((100, WIDTH), device=device)
+
+        def whole(ids, positions, step, *, rows_of, shift):
+            return table[ids[0]] * positions[0, :, None] + forward(table, rows_of=rows_of, shift=shift)
+
+        graphs = DecodeGraphs(
+            whole, NoBackend(), NoScratch(), TokenFeed(SIZES[-1], device), sizes=SIZES,
+            limits=SimpleNamespace(max_seq_len=8), device=device, extra_inputs=DECLARED,
+        )  # fmt: skip
+        graphs.warm_up()
+        graphs.capture()
+        for num_rows in (3, 16, 1, 4):
+            ids, starts = random.integers(0, 100, num_rows), random.integers(0, 8, num_rows)
+            given = values(num_rows, random)
+            found = graphs.replay(graphs.bucket(num_rows), ids, Decoding(starts), extra=given)
+            on_device = {name: torch.from_numpy(value).to(device) for name, value in given.items()}
+            there = [torch.from_numpy(each).to(device)[None] for each in (ids, starts)]
+            assert torch.equal(found, whole(*there, None, **on_device))
+        with pytest.raises(GraphInputError, match="rows_of is missing, shift is missing"):
+            graphs.replay(4, ids, Decoding(starts))
+        graphs.clear()

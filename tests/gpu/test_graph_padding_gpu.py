@@ -82,10 +82,12 @@ def captured_and_replayed(forward, order):
     import torch
 
     from tonnage.graphs.runner import DecodeGraphs
+    from tonnage.graphs.token_feed import TokenFeed
 
     random, device = np.random.default_rng(0), torch.device("cuda")
     limits = SimpleNamespace(max_seq_len=200, max_batch_size=max(order))
-    graphs = DecodeGraphs(forward, NoBackend(), NoScratch(), sizes=order, limits=limits, device=device)
+    feed = TokenFeed(max(order), device)
+    graphs = DecodeGraphs(forward, NoBackend(), NoScratch(), feed, sizes=order, limits=limits, device=device)
     graphs.warm_up()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -102,7 +104,7 @@ def captured_and_replayed(forward, order):
 
 class Decoding:
     def __init__(self, starts):
-        self.starts = starts
+        self.starts, self.slots = starts, np.arange(len(starts))
 
     def __len__(self):
         return len(self.starts)
