@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tonnage.device.cuda import CudaDriver
 from tonnage.device.cuda_devices import CudaDevice, cuda_devices
 from tonnage.device.nvml import Nvml
 from tonnage.device.reading import take_reading
-from tonnage.engine.site import ROUNDING_BYTES, Site, StepPeak, no_memory_left
+from tonnage.engine.site import KV, ROUNDING_BYTES, Site, StepPeak, no_memory_left
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
 from tonnage.ledger import Ledger
@@ -138,6 +138,23 @@ class CudaSite(Site):
         grown = max(self._graph_pool_bytes, (self.own_bytes() or 0) - before_own)
         self.sampled("graphs", LineKind.GRAPHS).sampled(grown)
         return Quantity.exact(round_up(grown, ROUNDING_BYTES), Source.MEASURED, "growth of the process by captures")
+
+    def dropped(self, clear: Callable[[], None]) -> int:
+        before = self.available_bytes() or 0
+        clear()
+        self.driver.device_sync()
+        self._graph_pool_bytes = 0
+        self.sampled("graphs", LineKind.GRAPHS).sampled(0)
+        return max(0, (self.available_bytes() or 0) - before)
+
+    def release(self, tags: Collection[str]) -> dict[str, int]:
+        """With the KV cache goes what torch keeps for steps: none runs without it."""
+        freed = super().release(tags)
+        if KV in tags:
+            before = self.available_bytes() or 0
+            torch.cuda.empty_cache()
+            freed[KV] += max(0, (self.available_bytes() or 0) - before)
+        return freed
 
     def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:  # noqa: ARG002
         """Torch is held to what it has reserved by now and a slack."""

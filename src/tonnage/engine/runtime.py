@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,6 +49,24 @@ class Runtime(Protocol):
     def drain(self) -> None:
         """After a step that ran out of memory: wait for the device and give back what nobody holds."""
 
+    def release(self, tags: Collection[str]) -> Mapping[str, int]:
+        """Give the memory of "weights" and "kv" back; returns the bytes of each. Nobody holds a block, no step runs.
+
+        Raises ``UserError`` where the device cannot, and whatever a release raises: everything is as before then.
+        """
+
+    def materialize(self, tags: Collection[str]) -> None:
+        """Bring it back, all or nothing. Raises ``CannotMaterialize`` where there is not enough memory now."""
+
+    def drop_graphs(self) -> int:
+        """Give the graphs' memory back; returns its bytes."""
+
+    def recapture(self) -> None:
+        """Capture them again."""
+
+    def holdings(self) -> tuple[tuple[tuple[str, int], ...], int | None]:
+        """Bytes that are held of the device, by owner, the largest first; and what the driver says of them in all."""
+
     def result(self, **counts: Any) -> RunResult: ...
 
     def close(self) -> None:
@@ -82,6 +101,28 @@ class DeviceRuntime:
 
     def settle(self, phase: str) -> None:
         self.site.settle(phase)
+
+    def release(self, tags: Collection[str]) -> Mapping[str, int]:
+        return self.site.release(tags)
+
+    def materialize(self, tags: Collection[str]) -> None:
+        self.site.materialize(tags)
+
+    def drop_graphs(self) -> int:
+        graphs = self.executor.graphs
+        return 0 if graphs is None else self.site.dropped(graphs.clear)
+
+    def recapture(self) -> None:
+        if (graphs := self.executor.graphs) is not None:
+            graphs.warm_up()
+            self.site.captured(graphs.capture)
+
+    def holdings(self) -> tuple[tuple[tuple[str, int], ...], int | None]:
+        self.settle("asleep")
+        shot = self.site.ledger.snapshot()
+        of_device = [entry for entry in shot.entries if entry.memory is self.site.memory and entry.physical_bytes]
+        found = sorted(((entry.owner, entry.physical_bytes) for entry in of_device), key=lambda pair: -pair[1])
+        return tuple(found), shot.own
 
     def result(self, **counts: Any) -> RunResult:
         self.settle("end")

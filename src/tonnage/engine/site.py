@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tonnage.buffers import Stream, VaArena
+from tonnage.buffers import Restore, Stream, VaArena
 from tonnage.device.driver import Driver
-from tonnage.errors import BufferInUse, DoesNotFit, DriverError, RangeReferenced
+from tonnage.errors import BufferInUse, DoesNotFit, DriverError, RangeReferenced, UserError
 from tonnage.hardware import Card
 from tonnage.ledger import Account, Ledger
 from tonnage.resources.host_pool import HostPool
@@ -22,6 +22,8 @@ from tonnage.units import MiB, format_bytes, round_up
 if TYPE_CHECKING:
     import torch
 
+#: Tags of arenas, by which they are put to sleep.
+WEIGHTS, KV = "weights", "kv"
 #: Repeated starts differ by some pages; rounding up makes equal starts give equal plans.
 ROUNDING_BYTES = MiB
 
@@ -53,6 +55,7 @@ class Site(ABC):
         self.driver, self.stream, self.ledger, self.capacity_bytes = driver, stream, ledger, capacity_bytes
         self.host_pool: HostPool | None = None
         self.peak_own_bytes: int | None = None
+        self._arenas: list[VaArena] = []
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -76,10 +79,47 @@ class Site(ABC):
         )
         self._closing.append(self.host_pool.close)
 
-    def arena(self, owner: str, line: LineKind, *, reserve_bytes: int) -> VaArena:
-        arena = VaArena(self.stream, ledger=self.ledger, owner=owner, line=line, reserve_bytes=reserve_bytes)
+    def arena(
+        self, owner: str, line: LineKind, *, reserve_bytes: int, tag: str, restore: Restore = Restore.NONE
+    ) -> VaArena:
+        """``tag``: what it is released by, and ``restore`` what becomes of its contents then."""
+        arena = VaArena(
+            self.stream,
+            ledger=self.ledger,
+            owner=owner,
+            line=line,
+            reserve_bytes=reserve_bytes,
+            tag=tag,
+            restore=restore,
+        )
         self._closing.append(arena.close)
+        self._arenas.append(arena)
         return arena
+
+    def release(self, tags: Collection[str]) -> dict[str, int]:
+        """Give back the memory of the arenas with these tags, at their addresses; returns the bytes of each tag.
+
+        Raises ``UserError`` on a device without virtual memory, and what ``VirtualMemory.release`` raises; everything
+        is as it was then.
+        """
+        found = self.driver.capabilities()
+        if not found.vmm:
+            raise UserError(
+                f"This engine cannot sleep: {self.driver.name} has no virtual memory to give back",
+                remedy="close the engine, and start it again later",
+            )
+        freed = {tag: sum(arena.usable_bytes for arena in self._arenas if arena.tag == tag) for tag in tags}
+        self.finish()
+        self.stream.device.virtual.release(*tags)
+        return freed
+
+    def materialize(self, tags: Collection[str]) -> None:
+        """Bring it back, contents too as far as they were kept. Raises ``CannotMaterialize``; nothing has changed."""
+        self.stream.device.virtual.materialize(*tags).sync()
+
+    def dropped(self, clear: Callable[[], None]) -> int:
+        """Run ``clear``, which drops what ``captured`` made; returns the bytes that are free by it."""
+        raise NotImplementedError
 
     def closing(self, close: Callable[[], None]) -> None:
         """To be called when this is closed, before whatever was made earlier."""

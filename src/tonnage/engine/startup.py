@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from tonnage.attention import make_backend
-from tonnage.buffers import BufferManager
+from tonnage.buffers import BufferManager, Restore
 from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
@@ -29,7 +29,7 @@ from tonnage.engine.probe import Prober, trial_blocks
 from tonnage.engine.random_weights import fill_random
 from tonnage.engine.runtime import DeviceRuntime
 from tonnage.engine.sampling import Sampler
-from tonnage.engine.site import Site
+from tonnage.engine.site import KV, WEIGHTS, Site
 from tonnage.engine.stages import StageMonitor
 from tonnage.engine.target import Target
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
@@ -145,7 +145,9 @@ class _Startup:
     def load_weights(self) -> None:
         self.target.refuse_hopeless(self.site.card)
         layout = self.target.weights
-        arena = self.site.arena("weights", LineKind.WEIGHTS, reserve_bytes=layout.total_bytes)
+        arena = self.site.arena(
+            "weights", LineKind.WEIGHTS, reserve_bytes=layout.total_bytes, tag=WEIGHTS, restore=Restore.CPU
+        )
         self.site.require_available(layout.total_bytes, "the weights")
         with deferred_interrupts():
             arena.commit(layout.total_bytes)
@@ -259,8 +261,8 @@ class _Startup:
         """Addresses for the largest pool the device could hold, and the tensor over them; no memory yet."""
         layout, capacity = self.target.kv, self.site.capacity_bytes
         num_slabs = max(1, capacity // layout.slab_bytes)
-        self.pool_arena = self.site.arena("kv cache", LineKind.KV, reserve_bytes=num_slabs * layout.slab_bytes)
-        self.scratch_arena = self.site.arena("attention scratch", LineKind.SCRATCH, reserve_bytes=capacity)
+        self.pool_arena = self.site.arena("kv cache", LineKind.KV, reserve_bytes=num_slabs * layout.slab_bytes, tag=KV)
+        self.scratch_arena = self.site.arena("attention scratch", LineKind.SCRATCH, reserve_bytes=capacity, tag=KV)
         part = layout.groups[0].parts[0]
         self.pool = typed_view(as_tensor(self.pool_arena), 0, (num_slabs, *part.shape), part.dtype)
         self.backend = make_backend(self.target.options.attention_backend, self.pool)

@@ -349,6 +349,7 @@ class BlockCache:
             self.room.vacate()
         finally:
             self.room.budget = budget
+        self.flush()  # what comes next on the execution stream comes after the copies
 
     def reset(self) -> None:
         """As new, whoever held what: the counts stay."""
