@@ -14,6 +14,7 @@ from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Outcome
 from tonnage.engine.picked import Scheduled
 from tonnage.engine.site import Site
+from tonnage.engine.watch import Watch
 from tonnage.ledger import Ledger
 from tonnage.report import RunResult
 from tonnage.terms import MemoryPlan
@@ -32,6 +33,8 @@ class Runtime(Protocol):
     def chunking(self) -> Chunking: ...
     @property
     def ledger(self) -> Ledger: ...
+    @property
+    def watch(self) -> Watch | None: ...
 
     def active(self) -> AbstractContextManager[object]:
         """Around a whole step: what is asked of torch goes to the device and in its order."""
@@ -61,6 +64,11 @@ class DeviceRuntime:
     chunking: Chunking
     site: Site
     executor: Executor
+    plan_file: str = ""
+
+    @property
+    def watch(self) -> Watch | None:
+        return self.site.watch
 
     @property
     def ledger(self) -> Ledger:
@@ -89,6 +97,8 @@ class DeviceRuntime:
             plan=self.plan,
             audit=self.site.ledger.audit(),
             peak_own_bytes=self.site.peak_own_bytes,
+            watch=None if self.watch is None else self.watch.record(),
+            plan_file=self.plan_file,
             **counts,
         )
 

@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     chunk_tokens      prefill tokens in one step at most, or "none": prompts are not cut
     host_kv_bytes     host memory for evicted blocks, beside the device
     prefix_caching    False: nothing is used again for texts that begin alike
+    plan_file         what the start measures is kept there; a later start that would measure the same runs no probes
     fence             False: the cap on the host is watched and not enforced, for a process with other large things
     """
 
@@ -65,6 +66,7 @@ class Options(TypedDict, total=False):
     chunk_tokens: Count
     host_kv_bytes: Size
     prefix_caching: bool | None
+    plan_file: str | Path | None
     fence: bool | None
 
 
@@ -105,6 +107,7 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
         attention=options.get("attention") or AUTO,
         chunk_tokens="none" if chunk_tokens == "none" else _read(options, "chunk_tokens", parse_count),
         fence=_fence(options.get("fence")),
+        plan_file=options.get("plan_file"),
     )
 
 

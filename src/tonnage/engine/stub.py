@@ -244,6 +244,10 @@ class _StubRuntime:
                     found[row] = (found[row] + 1) % _VOCAB_SIZE
         return found
 
+    @property
+    def watch(self) -> None:
+        """There is no device to watch."""
+
     def settle(self, phase: str) -> None:
         """There is no device to look at."""
 
