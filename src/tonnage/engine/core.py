@@ -34,13 +34,15 @@ SETTLE_EVERY_NS = 500 * 10**6
 class Engine:
     """A model inside its memory plan. Not thread-safe: one thread submits, steps and cancels.
 
-    Use as a context manager, or call ``close``. ``plan``, ``ledger``, ``stages`` and ``text`` may be read at any time.
+    Use as a context manager, or call ``close``. ``plan``, ``ledger``, ``watch``, ``stages`` and ``text`` may be read at
+    any time.
     ``observe``, if set, hears every ``Event``; it must not call back into the engine.
     """
 
     def __init__(self, runtime: Runtime, text: Text, stages: Sequence[StageRecord]) -> None:
         self.plan: MemoryPlan = runtime.plan
         self.ledger = runtime.ledger
+        self.watch = runtime.watch
         self.text = text
         self.stages = tuple(stages)
         self.observe: OnEvent | None = None

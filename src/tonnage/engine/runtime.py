@@ -15,6 +15,7 @@ from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Pending
 from tonnage.engine.picked import Scheduled
 from tonnage.engine.site import Site
+from tonnage.engine.watch import Watch
 from tonnage.ledger import Ledger
 from tonnage.report import RunResult
 from tonnage.terms import MemoryPlan
@@ -36,6 +37,9 @@ class Runtime(Protocol):
     @property
     def steps_ahead(self) -> int:
         """So many steps are launched before the one before them has landed."""
+
+    @property
+    def watch(self) -> Watch | None: ...
 
     def active(self) -> AbstractContextManager[object]:
         """Around a whole step: what is asked of torch goes to the device and in its order."""
@@ -84,6 +88,11 @@ class DeviceRuntime:
     site: Site
     executor: Executor
     steps_ahead: int = 0
+    plan_file: str = ""
+
+    @property
+    def watch(self) -> Watch | None:
+        return self.site.watch
 
     @property
     def ledger(self) -> Ledger:
@@ -134,6 +143,8 @@ class DeviceRuntime:
             plan=self.plan,
             audit=self.site.ledger.audit(),
             peak_own_bytes=self.site.peak_own_bytes,
+            watch=None if self.watch is None else self.watch.record(),
+            plan_file=self.plan_file,
             **counts,
         )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.buffers import Restore, Stream, VaArena
 from tonnage.device.driver import Driver
+from tonnage.engine.collector import settle, thaw
 from tonnage.errors import BufferInUse, DoesNotFit, DriverError, RangeReferenced, UserError
 from tonnage.hardware import Card
 from tonnage.ledger import Account, Ledger
@@ -21,6 +22,8 @@ from tonnage.units import MiB, format_bytes, round_up
 
 if TYPE_CHECKING:
     import torch
+
+    from tonnage.engine.watch import Watch
 
 #: Tags of arenas, by which they are put to sleep.
 WEIGHTS, KV = "weights", "kv"
@@ -56,6 +59,9 @@ class Site(ABC):
         self.host_pool: HostPool | None = None
         self.peak_own_bytes: int | None = None
         self._arenas: list[VaArena] = []
+        #: Sentences for the report about how the device was found.
+        self.told: list[str] = []
+        self.watch: Watch | None = None
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -69,6 +75,10 @@ class Site(ABC):
     def active(self) -> AbstractContextManager[object]:
         """Around whatever asks torch for something: its work then goes to our device and stream."""
         return nullcontext()
+
+    @abstractmethod
+    def identity(self) -> dict[str, str]:
+        """What of the device the figures of a start depend on, by name."""
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -136,6 +146,10 @@ class Site(ABC):
     def foreign(self) -> Quantity:
         """What others hold on the device now."""
 
+    @abstractmethod
+    def beyond_accounts_bytes(self) -> int:
+        """What is gone of the device and in no account of ours: others' bytes, and whatever of ours nobody saw."""
+
     def remainder(self, owner: str, line: LineKind) -> Quantity:
         """What the process holds and no account explains becomes ``owner``'s, measured here and rounded up to a MiB."""
         self.trim()
@@ -145,6 +159,10 @@ class Site(ABC):
         return Quantity.exact(
             round_up(found, ROUNDING_BYTES), Source.MEASURED, "held by the process and in no other account"
         )
+
+    def free_bytes(self) -> int:
+        """What is free on the device now, as a reading tells it."""
+        return self.driver.mem_info()[0]
 
     @abstractmethod
     def available_bytes(self) -> int | None:
@@ -197,6 +215,10 @@ class Site(ABC):
         """Run ``capture`` and tell what the graphs that it makes keep."""
         raise NotImplementedError
 
+    def route_steps(self, *, step_bytes: int, try_out: Callable[[], None]) -> None:  # noqa: B027
+        """Steps get their memory from an arena of the planned size where the device's allocator can do that;
+        ``try_out`` runs steps of every kind. On a host it cannot, and nothing is done."""
+
     @abstractmethod
     def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:
         """From here on steps cannot take more than was planned for them; returns what the report should say of it.
@@ -213,7 +235,11 @@ class Site(ABC):
         Memory that somebody still looks at is leaked, with a warning, rather than pulled away from under them; what
         the device does not take back does not keep the rest from being given back.
         """
+        if self.watch is not None:
+            self.watch.close()
+        thaw(self)
         gc.collect()  # modules and their hooks form cycles
+        settle()
         kept = []
         while self._closing:
             try:

@@ -278,6 +278,10 @@ class _StubRuntime:
     def holdings(self) -> tuple[tuple[tuple[str, int], ...], int | None]:
         return (), None
 
+    @property
+    def watch(self) -> None:
+        """There is no device to watch."""
+
     def settle(self, phase: str) -> None:
         """There is no device to look at."""
 

@@ -11,6 +11,7 @@ from tonnage.attention import check_backend
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
 from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.context import graph_bytes
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.kv import kv_layout
 from tonnage.costs.models import EMBEDDED
@@ -34,7 +35,7 @@ from tonnage.planner import (
     resolve_limits,
 )
 from tonnage.planner.graphs import DEFAULT, NONE, read_graphs
-from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
+from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank, Scratch
 from tonnage.units import ceil_div, format_bytes
 
 #: Attention backends whose decodes can be captured in CUDA graphs.
@@ -155,6 +156,20 @@ class Target:
         shapes = attention_shapes(self.config, kv_dtype=part.dtype, block_tokens=self.block_tokens, rank=self.rank)
         backend = self.options.attention_backend
         return tuple(scratch for shape in shapes for scratch in declare_for(backend, shape, limits=self.limits))
+
+    def declared_graphs(self) -> Quantity | None:
+        """What the planner declares for the graphs that are captured; None where none are."""
+        sizes = self.limits.graph_batch_sizes
+        if not sizes:
+            return None
+        return graph_bytes(
+            self.config,
+            device_kind=self.device_kind,
+            max_batch_size=sizes[-1],
+            num_graphs=len(sizes),
+            dtype=self.dtype,
+            rank=self.rank,
+        )
 
     def refuse_hopeless(self, card: Card) -> None:
         """Before a byte is read: weights that cannot fit whatever the probes would show. The planner tells the sum."""
