@@ -23,6 +23,7 @@ WRONG = {
     "fence": [None, 1, "yes"],
     "random_weights": [None, 1, "yes"],
     "compile": [None, 0, "no"],
+    "overlap": [0, "no"],
     "scratch_head_bytes": [None, -1, 0.5, True],
     "transfer_slice_s": [None, 0, -1, "1"],
     "reference": ["trtllm", {}, 1],

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 from shim_fixture import Torch, shim_or_skip
 
-from tonnage.buffers import Device, Stream
+from tonnage.buffers import Device, Stream, VaArena
 from tonnage.buffers.torch_segments import Route, TorchSegments
 from tonnage.device.host import HostDriver
 from tonnage.engine import step_segments
 from tonnage.engine.step_segments import StepSegments
+from tonnage.errors import BufferInUse
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind
 from tonnage.units import MiB
@@ -28,9 +29,17 @@ class OutOfMemoryError(RuntimeError):
 def site():
     driver = HostDriver(CAPACITY)
     ledger, closers = Ledger(0, CAPACITY), []
+    stream = Stream(Device(driver))
+
+    def arena(owner, line, *, reserve_bytes, tag):
+        made = VaArena(stream, ledger=ledger, owner=owner, line=line, reserve_bytes=reserve_bytes, tag=tag)
+        closers.append(made.close)
+        return made
+
     yield SimpleNamespace(
         driver=driver,
-        stream=Stream(Device(driver)),
+        stream=stream,
+        arena=arena,
         ledger=ledger,
         closing=closers.append,
         closers=closers,
@@ -55,7 +64,7 @@ def steps(site, monkeypatch):
 def test_the_arena_is_what_the_plan_has_beside_what_torch_keeps(site, steps):
     ran = []
     steps.open(step_bytes=101 * MiB, kept_bytes=38 * MiB, try_out=lambda: ran.append(steps.live_bytes))
-    assert (ran, len(site.closers)) == ([0], 1)
+    assert (ran, site.closers[-1]) == ([0], steps.close)
     (segments,) = steps.all
     assert (segments.limit_bytes, steps.headroom_bytes) == (62 * MiB, 62 * MiB)
     torch = Torch(segments._heap)
@@ -63,8 +72,28 @@ def test_the_arena_is_what_the_plan_has_beside_what_torch_keeps(site, steps):
     steps.poll()
     assert (steps.live_bytes, steps.headroom_bytes) == (20 * MiB, 42 * MiB)
     entries = {entry.tag: entry.physical_bytes for entry in site.ledger.snapshot().entries}
-    assert entries == {"": 42 * MiB, "activations": 20 * MiB}
+    assert entries == {"steps": 42 * MiB, "activations": 20 * MiB}
     assert {entry.line for entry in site.ledger.snapshot().entries} == {LineKind.TRANSIENT}
+    torch.free(address)
+
+
+def test_the_arena_sleeps_and_wakes_with_the_segments_in_it(site, steps):
+    steps.open(step_bytes=64 * MiB, kept_bytes=0, try_out=lambda: None)
+    (segments,) = steps.all
+    torch, virtual = Torch(segments._heap), site.stream.device.virtual
+    address = torch.alloc(20 * MiB)
+    steps.poll()
+    held = site.ledger.accounted_bytes
+    with pytest.raises(BufferInUse):  # split, its bytes are not all its own
+        virtual.release(*steps.tags)
+    with steps.asleep():
+        virtual.release(*steps.tags)
+    assert (steps.arena_bytes, site.ledger.accounted_bytes, held) == (0, 0, 64 * MiB)
+    virtual.materialize(*steps.tags).sync()
+    steps.poll()
+    assert (steps.arena_bytes, site.ledger.accounted_bytes) == (64 * MiB, held)
+    entries = {entry.tag: entry.physical_bytes for entry in site.ledger.snapshot().entries}
+    assert entries == {"steps": 44 * MiB, "activations": 20 * MiB}
     torch.free(address)
 
 

@@ -254,6 +254,22 @@ def test_steps_get_their_memory_from_an_arena_of_the_planned_size(folder, prompt
     driver.close()
 
 
+def test_an_arena_of_steps_sleeps_and_wakes_with_the_cache(folder, prompts, truths):
+    with start(asked(folder, attention="triton", torch_segments=True)) as engine:
+        (segments,) = engine._runtime.site._steps.all
+        texts(engine, prompts)
+        held = segments.memory.usable_bytes
+        free = engine._runtime.site.free_bytes()
+        slept = engine.sleep("kv")
+        assert segments.memory.usable_bytes == 0 < held
+        assert engine._runtime.site.free_bytes() - free >= slept.freed_bytes["kv"] - 4 * MiB
+        engine.wake("kv")
+        assert segments.memory.usable_bytes == held
+        assert_equal_up_to_a_gap(texts(engine, prompts), truths)
+        rows = {row.line: row for row in engine.result().audit}
+        assert abs(rows[LineKind.UNATTRIBUTED].actual_bytes) <= 150 * MiB
+
+
 def test_without_a_compiler_the_boundary_stays_and_says_so(folder, prompts, truths, monkeypatch):
     monkeypatch.setenv("TONNAGE_SHIM", "off")
     with start(asked(folder, attention="triton", torch_segments=True)) as engine:

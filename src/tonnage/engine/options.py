@@ -41,6 +41,7 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "fence": (bool, "neither True nor False", "write False, or leave it out"),
     "random_weights": (bool, "neither True nor False", "write True, or leave it out"),
     "compile": (bool, "neither True nor False", "write False, or leave it out"),
+    "overlap": ((bool, type(None)), "neither True nor False", "write False, or leave it out"),
     "static_pool": (bool, "neither True nor False", "write True, or leave it out"),
     "torch_segments": (bool, "neither True nor False", "write True, or leave it out"),
     "reference": ((ReferenceKnobs, type(None)), "no ReferenceKnobs", "give ReferenceKnobs(), or leave it out"),

@@ -104,6 +104,7 @@ def key_of(target: Target, site: Site) -> dict[str, str]:
         "block_tokens": str(target.block_tokens),
         "attention": options.attention_backend,
         "compile": str(options.compile),
+        "overlap": str(options.is_ahead),
         "torch_segments": str(options.torch_segments),
         "virtual_memory": str(site.driver.capabilities().vmm),
         "host_kv_bytes": str(options.host_kv_bytes),

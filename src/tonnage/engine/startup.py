@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from tonnage.buffers import BufferManager, Restore
 from tonnage.buffers.torch_view import as_tensor
-from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits
+from tonnage.config import Limits
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
 from tonnage.device.host import HostDriver
 from tonnage.engine.collector import freeze
@@ -183,7 +183,7 @@ class _Startup:
         )
         if then is None:
             return now
-        measured, told = agreed(then, now, keep_free_bytes=self.keep_free_bytes)
+        measured, told = agreed(then, now, keep_free_bytes=self.target.keep_free_bytes)
         self.is_short = bool(told)
         self.site.told += [told] if told else []
         return measured
@@ -196,7 +196,7 @@ class _Startup:
     def follow_others(self) -> None:
         """Others may have taken memory since it was measured what they hold: then the pool is that much smaller."""
         planned, gone = self.measured.foreign_bytes, self.site.beyond_accounts_bytes()
-        if gone - planned.bytes <= min(WOBBLE_BYTES, self.keep_free_bytes):
+        if gone - planned.bytes <= min(WOBBLE_BYTES, self.target.keep_free_bytes):
             return
         now = Quantity.exact(round_up(gone, MiB), planned.source, "what was gone when the pool was made, and not ours")
         self.measured = replace(self.measured, foreign_bytes=now)
@@ -304,10 +304,6 @@ class _Startup:
         return told
 
     # -- what the stages are made of -----------------------------------------------------------------------------
-
-    @property
-    def keep_free_bytes(self) -> int:
-        return self.target.options.knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES)
 
     def table_bytes(self, limits: Limits) -> int:
         """Penalty tables, which the probes use and give back."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 import torch
 
+from tonnage.buffers import VaArena
 from tonnage.buffers.torch_memory import TorchMemory
 from tonnage.buffers.torch_segments import SEGMENT_ALIGN_BYTES, Route, TorchSegments, find_route
 from tonnage.engine.faults import release_frames
@@ -18,6 +19,8 @@ from tonnage.units import format_bytes, round_down
 #: Owner of the arena; torch itself is the owner of what lies in no arena.
 OWNER = "torch's steps"
 TAG = "activations"
+#: The arena's own tag, by which it sleeps: what is in segments is booked apart from it.
+ARENA = "steps"
 
 
 class StepSegments:
@@ -59,7 +62,7 @@ class StepSegments:
     @property
     def tags(self) -> tuple[str, ...]:
         """What the arena sleeps by, if there is one."""
-        return tuple(one.tag for one in self.all)
+        return (ARENA,) * len(self.all)
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
@@ -93,18 +96,19 @@ class StepSegments:
         if not num_bytes:
             self.route = Route(shim=None, reason="what steps need lies in torch's own pool already")
             return
+        arena = self._site.arena(OWNER, LineKind.TRANSIENT, reserve_bytes=num_bytes, tag=ARENA)
         try:
-            self._segments = TorchSegments.reserve(
-                self._site.stream,
+            self._segments = TorchSegments(
+                arena,
                 shim=shim,
                 ledger=self._site.ledger,
                 owner=OWNER,
                 line=LineKind.TRANSIENT,
                 tag=TAG,
-                reserve_bytes=num_bytes,
                 limit_bytes=num_bytes,
             )
         except BufferOOM as error:
+            arena.close()
             self.route = Route(shim=None, reason=f"its arena could not be had: {error}")
             return
         self._site.closing(self.close)
@@ -125,5 +129,8 @@ class StepSegments:
         if self._segments is not None:
             # cuBLAS keeps a workspace for each stream, and keeps it in whatever pool it was first used.
             torch._C._cuda_clearCublasWorkspaces()
+            arena = self._segments.memory
             self._segments.close()
             self._segments = None
+            assert isinstance(arena, VaArena)
+            arena.close()

@@ -176,10 +176,15 @@ class Target:
         if self.weights.total_bytes > self.room_bytes(card):
             self.refuse(card)
 
+    @property
+    def keep_free_bytes(self) -> int:
+        """What is left alone of the device."""
+        return self.options.knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES)
+
     def room_bytes(self, card: Card) -> int:
         """What the engine may take in all, by device, ``keep_free_bytes`` and ``total_bytes``."""
-        knobs, total = self.options.knobs, card.total_bytes
-        return min(total - knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES), knobs.total_bytes.or_else(total))
+        total = card.total_bytes
+        return min(total - self.keep_free_bytes, self.options.knobs.total_bytes.or_else(total))
 
     def step_bytes(self, limits: Limits) -> int:
         """What the largest step takes, forward or sampling, by the planner's closed forms."""
