@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from tonnage.attention import make_backend
+from tonnage.attention.pages import Pages, page_shapes
 from tonnage.buffers import BufferManager
 from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
@@ -34,7 +35,7 @@ from tonnage.engine.stages import StageMonitor
 from tonnage.engine.target import Target
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
 from tonnage.errors import DoesNotFit
-from tonnage.layout import penalty_table_bytes
+from tonnage.layout import DTYPE_BYTES, penalty_table_bytes
 from tonnage.resources.mover import DeviceMover
 from tonnage.resources.transfers import TransferBudget, measure_rate
 from tonnage.terms import LineKind, Measured, MemoryKind, Quantity, worst_bytes
@@ -255,14 +256,17 @@ class _Startup:
     # -- what the stages are made of -----------------------------------------------------------------------------
 
     def reserve_pool(self) -> None:
-        """Addresses for the largest pool the device could hold, and the tensor over them; no memory yet."""
+        """Addresses for the largest pool the device could hold, and the tensor over its slabs; no memory yet."""
         layout, capacity = self.target.kv, self.site.capacity_bytes
         num_slabs = max(1, capacity // layout.slab_bytes)
         self.pool_arena = self.site.arena("kv cache", LineKind.KV, reserve_bytes=num_slabs * layout.slab_bytes)
         self.scratch_arena = self.site.arena("attention scratch", LineKind.SCRATCH, reserve_bytes=capacity)
-        part = layout.groups[0].parts[0]
-        self.pool = typed_view(as_tensor(self.pool_arena), 0, (num_slabs, *part.shape), part.dtype)
-        self.backend = make_backend(self.target.options.attention_backend, self.pool)
+        dtype = layout.groups[0].parts[0].dtype
+        shape = (num_slabs, layout.slab_bytes // DTYPE_BYTES[dtype])
+        self.pool = typed_view(as_tensor(self.pool_arena), 0, shape, dtype)
+        shapes, places = page_shapes(layout)
+        pages = Pages(slabs=self.pool, shapes=shapes, places=places)
+        self.backend = make_backend(self.target.options.attention_backend, pages)
 
     def table_bytes(self, limits: Limits) -> int:
         """Penalty tables, which the probes use and give back."""
