@@ -21,7 +21,7 @@ class Recorder:
     def __init__(self):
         self.asked = []
 
-    def forward(self, step, layer, query, key, value, **features):  # noqa: ARG002
+    def forward(self, step, layer, query, key, value, **features):
         self.asked.append((layer, features.pop("scaling"), features))
         return query.transpose(1, 2).clone()
 

@@ -45,9 +45,7 @@ def first_seen(start: int, window: int | None, block_tokens: int) -> int:
     return 0 if window is None else max(0, start - window + 1) // block_tokens * block_tokens
 
 
-def cut(
-    rows: Sequence[Row], window: int | None, *, block_tokens: int, slab_pages: int, device: torch.device
-) -> Tiles:
+def cut(rows: Sequence[Row], window: int | None, *, block_tokens: int, slab_pages: int, device: torch.device) -> Tiles:
     """Tiles of the rows as layers with this window see them; None: they see everything."""
 
     def tile(members: Sequence[Row]) -> Tile:

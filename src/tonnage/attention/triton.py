@@ -47,7 +47,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(slots=True, kw_only=True)
 class DecodeRows:
-    """Rows that attend with one token each, on the device; see ``StaticInputs`` for the tensors. ``tables`` by group."""
+    """Rows that attend with one token each, on the device; see ``StaticInputs``. ``tables`` by group."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor

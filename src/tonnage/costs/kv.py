@@ -46,8 +46,8 @@ def kv_layout(
 
     kv_dtype      the dtype that is allocated (default: that of the weights)
     state_dtype   of recurrent matrices (default: config.json's, else float32)
-    block_tokens  any number from 1 to 65,536; where there are states, or an encoder's tokens, beside tokens of the text,
-                  a group's blocks hold a multiple of it. Under context parallelism these are tokens of this rank: every
+    block_tokens  any number from 1 to 65,536; where there are states, or an encoder's tokens, beside the text's, a
+                  group's blocks hold a multiple of it. Under context parallelism these are tokens of this rank: every
                   cp-th block of a sequence is here
     with_mtp      whether the layers for multi-token prediction, on the last stage, keep a cache too
 

@@ -5,8 +5,8 @@ its rows into tiles, so its scratch is bounded by the longest single row or ``TI
 and does not grow with the number of sequences, but for the decode masks, which are small beside it.
 
 Masks are additive, in the dtype of the queries: from a boolean one SDPA would make that by itself, out of sight. SDPA
-knows neither a soft-cap nor sinks; where layers have one of them, scores of a piece of one row's queries are written out,
-for every query head as many as the largest mask has elements. A window makes nothing larger.
+knows neither a soft-cap nor sinks; where layers have one of them, scores of a piece of one row's queries are written
+out, for every query head as many as the largest mask has elements. A window makes nothing larger.
 """
 
 from __future__ import annotations

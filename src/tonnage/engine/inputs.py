@@ -34,8 +34,8 @@ class PromptSlice:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepInputs:
     """``ids`` int64 [num_tokens]. ``tables`` are the page tables, int32 [slots, blocks] for each group of layers, and
-    ``slots`` says which row of them each plan row reads. ``sampling``: one row for each that samples, in the plan's order; ``penalties``: the
-    tables of token counts by slot, None while no request needs them."""
+    ``slots`` says which row of them each plan row reads. ``sampling``: one row for each that samples, in the plan's
+    order; ``penalties``: the tables of token counts by slot, None while no request needs them."""
 
     plan: StepPlan
     ids: Ints
@@ -44,6 +44,11 @@ class StepInputs:
     sampling: SamplingRows
     penalties: PenaltyTensors | None = None
     prompts: Sequence[PromptSlice] = ()
+
+    @property
+    def table(self) -> Ids:
+        """That of the first group."""
+        return self.tables[0]
 
     @classmethod
     def of(cls, scheduled: Scheduled, batch: Batch, managers: Managers) -> StepInputs:

@@ -59,9 +59,7 @@ class BlockCache:
         self.groups, self.reuse = tuple(groups), reuse
         self.block_tokens = max(group.block_tokens for group in self.groups)
         moving = [group.window is not None for group in self.groups]
-        self.blocks = Blocks(
-            num_slots=num_slots, head_slots=head_slots, num_host_slots=num_host_slots, moving=moving
-        )
+        self.blocks = Blocks(num_slots=num_slots, head_slots=head_slots, num_host_slots=num_host_slots, moving=moving)
         self.mover: Mover = mover or CountingMover(max(group.block_bytes for group in self.groups))
         self.events = CacheEvents()
         self.tree = PrefixTree(block_tokens=self.block_tokens, num_groups=len(self.groups))

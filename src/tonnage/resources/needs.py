@@ -92,8 +92,8 @@ class Needs:
     def at_admission(self, request: RequestView, start: Start) -> int:
         """Blocks that the policy expects it to take beyond those it starts with.
 
-        Of these ``start.num_shared`` do not come back to the pool when it moves on, so that it, or who holds them now, takes
-        so many more; but never more than one for each position to come and group.
+        Of these ``start.num_shared`` do not come back to the pool when it moves on, so that it, or who holds them now,
+        takes so many more; but never more than one for each position to come and group.
         """
         alone = Sequences(1, self._num_groups)
         alone.enter(0, request, lifetime=self.positions(request), start=start)
