@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
 
-#: Logits that are as good as equal; log-probabilities over a vocabulary of such logits; in bfloat16, times the library's.
+#: Logits as good as equal; log-probabilities over a vocabulary of such; in bfloat16, times the library's own errors.
 GAP, NEAR, COARSE = 1e-3, 5e-3, 2
 WINDOW, NEW_TOKENS, MAX_SEQ_LEN = 40, 24, 200
 PROMPTS = [[(7 * i + n) % 250 for i in range(length)] for n, length in enumerate((1, 17, 40, 64, 100, 170))]
