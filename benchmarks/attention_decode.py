@@ -78,8 +78,9 @@ class Case:
     def attend(self) -> None:
         assert self.step.decode is not None
         for layer in range(self.num_layers):
-            pages = self.backend._layers[layer]
-            self.backend._decode(self.step.decode, pages, self.query, self.out, self.wanted)
+            group, pages = self.backend._layers[layer]
+            table = self.step.decode.tables[group]
+            self.backend._decode(self.step.decode, table, pages, self.query, self.out, self.wanted)
 
     def forward(self) -> None:
         for layer in range(self.num_layers):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tonnage.attention import make_backend
+from tonnage.attention.pages import Pages, page_shapes
 from tonnage.buffers import VaArena
 from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
 from tonnage.engine.site import KV, Site
 from tonnage.engine.target import Target
+from tonnage.layout import DTYPE_BYTES
 from tonnage.terms import LineKind, worst_bytes
 from tonnage.workspace import ScratchArena
 
@@ -96,6 +98,9 @@ class PoolMemory:
             num_slabs = max(1, capacity // layout.slab_bytes)
         self._kv = self._site.arena("kv cache", LineKind.KV, reserve_bytes=num_slabs * layout.slab_bytes, tag=KV)
         self._scratch = self._site.arena("attention scratch", LineKind.SCRATCH, reserve_bytes=scratch_bytes, tag=KV)
-        part = layout.groups[0].parts[0]
-        self._tensor = typed_view(as_tensor(self._kv), 0, (num_slabs, *part.shape), part.dtype)
-        self._backend = make_backend(self._target.options.attention_backend, self._tensor)
+        dtype = layout.groups[0].parts[0].dtype
+        shape = (num_slabs, layout.slab_bytes // DTYPE_BYTES[dtype])
+        self._tensor = typed_view(as_tensor(self._kv), 0, shape, dtype)
+        shapes, places = page_shapes(layout)
+        pages = Pages(slabs=self._tensor, shapes=shapes, places=places)
+        self._backend = make_backend(self._target.options.attention_backend, pages)
