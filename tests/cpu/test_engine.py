@@ -252,10 +252,10 @@ def test_logits_that_are_no_numbers_fail_the_row_and_leave_no_trace(engine):
     # An infinite key or value reaches the logits of this row alone, and its blocks are handed on afterwards.
     original = type(engine._runtime.executor._backend).forward
 
-    def poisoned(self, step, layer, query, key, value, *, scaling):
+    def poisoned(self, step, layer, query, key, value, **asked):
         value = value.clone()
         value[:] = float("nan")
-        return original(self, step, layer, query, key, value, scaling=scaling)
+        return original(self, step, layer, query, key, value, **asked)
 
     type(engine._runtime.executor._backend).forward = poisoned
     try:
