@@ -160,6 +160,7 @@ def test_a_replay_gives_what_an_eager_step_gives(model, dtype):
             places = list(enumerate(rows.starts.tolist()))
             own = {int(table[row, start // 16]) for table in rows.tables for row, start in places}
             assert set(np.flatnonzero(is_changed).tolist()) <= own
+        del steps, pages, same_pages  # an engine closes once nobody looks at its pool
 
 
 def test_the_decode_of_a_long_text_reads_its_window_alone(model):
@@ -174,6 +175,7 @@ def test_the_decode_of_a_long_text_reads_its_window_alone(model):
         with engine._runtime.active():
             for slab in set(range(engine.plan.kv.num_slabs)) - held:
                 pool[slab] = float("nan")
+        del pool
         done = []
         while engine.has_work:
             done += engine.step()
