@@ -30,6 +30,7 @@ class AttentionShape:
     has_short_mha           short contexts of a sparse latent layer are expanded like dense ones
     kv_dtype                of the cache as it is allocated
     row_tokens              query tokens of a decoding row: its last token and what is drafted after it
+    num_windows             how many lengths of window such layers have, none counting as one
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class AttentionShape:
     kv_dtype: str = "bfloat16"
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     row_tokens: int = 1
+    num_windows: int = 1
 
     @property
     def is_latent(self) -> bool:
@@ -108,9 +110,12 @@ def attention_shapes(
     algorithm = sparse_algorithm(config)
     # Most layers are alike, so each kind is worked out once.
     mixers = dict.fromkeys(mixer for index in held.layers for mixer in _mixers(config, index))
-    made = (_shape(mixer, num_ranks, algorithm) for mixer in mixers)
+    windows: dict[AttentionShape, set[int | None]] = {}
+    for mixer in mixers:
+        if shape := _shape(mixer, num_ranks, algorithm):
+            windows.setdefault(shape, set()).add(mixer.window if isinstance(mixer, Attention) else None)
     known: dict[str, Any] = {"kv_dtype": kv_dtype, "block_tokens": block_tokens, "row_tokens": row_tokens}
-    return tuple(dict.fromkeys(replace(shape, **known) for shape in made if shape))
+    return tuple(replace(shape, **known, num_windows=len(found)) for shape, found in windows.items())
 
 
 def _mixers(config: ModelConfig, index: int) -> tuple[Mixer, ...]:

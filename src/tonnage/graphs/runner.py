@@ -35,7 +35,7 @@ class CapturingBackend(Protocol):
     """What a backend has whose decodes can be captured."""
 
     def static_inputs(self, limits: Limits) -> Any: ...
-    def load(self, inputs: Any, rows: Any) -> None: ...
+    def load(self, inputs: Any, rows: Any, num_rows: int) -> None: ...
     def captured(self, inputs: Any, num_rows: int, scratch: Any) -> Any: ...
 
 
@@ -97,7 +97,7 @@ class DecodeGraphs:
         places = staged.numpy()
         places[0, :num], places[1, :num] = ids, rows.starts
         self._ids_and_positions.copy_(staged, non_blocking=True)
-        self._backend.load(self._inputs, rows)
+        self._backend.load(self._inputs, rows, size)
         self._graphs[size].replay()
         self.num_replays[size] += 1
         assert self._hidden is not None
