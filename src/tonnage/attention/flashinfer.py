@@ -160,7 +160,8 @@ class FlashInferBackend:
 
     def _first_plan(self, step: FlashInferStep, part: Part, kind: Kind, num_heads: int) -> Plan:
         """With scratch taken for it: the first layer of a kind makes it."""
-        assert not torch.cuda.is_current_stream_capturing(), "a step runs once before it is captured"
+        is_capturing = self._pool.is_cuda and torch.cuda.is_current_stream_capturing()
+        assert not is_capturing, "a step runs once before it is captured"
         declared, num_rows = self._declared(num_heads), part.host.num_rows
         if part.mask == SEES_ALL:
             num_bytes = declared.decode_plan_bytes(num_rows, self.chip, captured=part.is_captured)
