@@ -22,31 +22,43 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tonnage.attention.flashinfer_modules import DTYPES, HEAD_DIMS, VERSION, Variant, modules_folder, variants_of
+from tonnage.attention.flashinfer_modules import (
+    DTYPES,
+    HEAD_DIMS,
+    VERSION,
+    Variant,
+    modules_folder,
+    refuse_other_heads,
+    variants_of,
+)
 from tonnage.costs.config import ModelConfig
 from tonnage.engine.features import needed_features
 from tonnage.errors import InvalidSetting, UserError
 
-#: Hopper's own kernels; "fa2" serves prompts everywhere else, and decodes everywhere.
+#: Kernel family -> the masks that it is called with (0: none, 1: causal); kernels for others are not compiled. "fa3"
+#: runs prompts on a Hopper; "fa2" runs them everywhere else, and decodes everywhere.
 FAMILIES = {"fa2": (0, 1), "fa3": (1,)}
-"""Kernel family -> the masks it is called with (0 none, 1 causal): the others are not compiled."""
 
 
 def main() -> int:
     asked = _arguments().parse_args()
     try:
         variants = _variants(asked)
+        for variant in variants:
+            refuse_other_heads(variant)
         folder = modules_folder()
         folder.mkdir(parents=True, exist_ok=True)
         families = asked.family or (["fa2", "fa3"] if asked.arch.startswith("9.0") else ["fa2"])
-        _set_up_compiler(asked, folder / "build")
-        for family in families:
-            for variant in variants:
-                _build(family, variant, folder, is_forced=asked.force)
+        with tempfile.TemporaryDirectory(prefix="tonnage-flashinfer-") as build:
+            _set_up_compiler(asked, Path(build))
+            for family in families:
+                for variant in variants:
+                    _build(family, variant, folder, is_forced=asked.force)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -93,7 +105,6 @@ def _set_up_compiler(asked: argparse.Namespace, build: Path) -> None:
     includes = [Path(folder) for folder in asked.include]
     if not any((folder / "curand_kernel.h").is_file() for folder in [cuda / "include", *includes]):
         includes.append(_packaged_headers())
-    build.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         "CUDA_HOME": str(cuda),
         "FLASHINFER_WORKSPACE_BASE": str(build),

@@ -154,8 +154,8 @@ def test_a_step_plans_once_for_each_kind_of_layer(monkeypatch):
 def test_sinks_are_refused_with_who_has_them(monkeypatch):
     install(monkeypatch)
     world = World()
-    with pytest.raises(InvalidSetting, match="has no sinks.*use triton"):
-        step = world.backend.prepare(world.rows({"a": 3}), Scratch())
+    step = world.backend.prepare(world.rows({"a": 3}), Scratch())
+    with pytest.raises(InvalidSetting, match=r"has no sinks.*use triton"):
         world.backend.forward(step, 0, *world.tokens(3), scaling=0.3, sinks=torch.zeros(HEADS))
 
 
@@ -238,9 +238,7 @@ def test_lists_of_pages_are_those_of_a_loop_over_rows(rows, block_tokens, num_pa
     table = random.integers(0, 2**20, (12, 140), np.int32)
     batch = Rows(starts=starts, ends=starts + counts, table=table, slots=random.permutation(12)[: len(rows)])
     which = np.flatnonzero(random.random(len(rows)) < 0.7)
-    made = HostLists.of(
-        counts[which], batch.ends[which], block_tokens=block_tokens, num_rows=which.size + num_padding
-    )
+    made = HostLists.of(counts[which], batch.ends[which], block_tokens=block_tokens, num_rows=which.size + num_padding)
     queries, pages, expected = [0], [0], []
     for row in which.tolist():
         used = -(-int(batch.ends[row]) // block_tokens)
@@ -344,8 +342,8 @@ class TestWhatIsThere:
 
     def test_a_model_needs_a_variant_for_each_kind_of_layer(self):
         raw = {
-            "model_type": "gemma2", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9,
-            "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 64, "sliding_window": 32,
+            "model_type": "gemma2", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+            "vocab_size": 9, "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 64, "sliding_window": 32,
             "max_position_embeddings": 128, "torch_dtype": "bfloat16",
         }  # fmt: skip
         config = ModelConfig.from_dict(raw)

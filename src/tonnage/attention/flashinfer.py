@@ -27,7 +27,8 @@ from tonnage.attention.flashinfer_modules import (
     find_module,
     load_module,
     refuse_missing_modules,
-    refuse_other_kinds,
+    refuse_missing_packages,
+    refuse_other_heads,
 )
 from tonnage.attention.flashinfer_ring import PinnedRing
 from tonnage.attention.triton_inputs import upload
@@ -282,7 +283,8 @@ def _require_runnable(pool: torch.Tensor, variant: Variant) -> Chip:
     if pool.device.type != "cuda":
         what = f"runs on a CUDA device, not on {pool.device}"
         raise InvalidSetting("attention", "flashinfer", what, remedy="use sdpa")
-    refuse_other_kinds(variant)
+    refuse_other_heads(variant)
+    refuse_missing_packages()
     about = torch.cuda.get_device_properties(pool.device)
     return Chip(
         name=about.name,

@@ -86,13 +86,17 @@ def variants_of(config: ModelConfig, *, dtype: str, has_softcap: bool) -> tuple[
     )
 
 
-def refuse_other_kinds(variant: Variant) -> None:
-    """Raise ``InvalidSetting`` for heads or a dtype that FlashInfer has no kernels for, or where nothing loads them."""
+def refuse_other_heads(variant: Variant) -> None:
+    """Raise ``InvalidSetting`` for heads or a dtype that FlashInfer has no kernels for."""
     if variant.head_dim not in HEAD_DIMS or variant.dtype not in DTYPES:
         what = f"has no heads of {variant.head_dim} elements in {variant.dtype}"
         sizes, dtypes = ", ".join(map(str, HEAD_DIMS)), " or ".join(DTYPES)
         remedy = f"use triton or sdpa; flashinfer takes heads of {sizes} in {dtypes}"
         raise InvalidSetting("attention", "flashinfer", what, remedy=remedy)
+
+
+def refuse_missing_packages() -> None:
+    """Raise ``InvalidSetting`` where a package is not there that compiled modules are run with."""
     for package, module, purpose in NEEDED_PACKAGES:
         if importlib.util.find_spec(module) is None:
             what = f"the package {package}, which {purpose}, is not installed"
@@ -101,7 +105,8 @@ def refuse_other_kinds(variant: Variant) -> None:
 
 def refuse_missing_modules(variant: Variant) -> None:
     """Raise ``InvalidSetting`` where layers of the variant cannot run here: they need its module of "fa2" at least."""
-    refuse_other_kinds(variant)
+    refuse_other_heads(variant)
+    refuse_missing_packages()
     if find_module("fa2", variant) is None:
         raise InvalidSetting(
             "attention",
