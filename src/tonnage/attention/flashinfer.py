@@ -28,6 +28,7 @@ from tonnage.attention.flashinfer_modules import (
     load_module,
     refuse_missing_modules,
     refuse_missing_packages,
+    refuse_other_devices,
     refuse_other_heads,
 )
 from tonnage.attention.flashinfer_ring import PinnedRing
@@ -35,7 +36,6 @@ from tonnage.attention.triton_inputs import upload
 from tonnage.config import Limits
 from tonnage.declarations.flashinfer import FA3_SM, FlashInferScratch
 from tonnage.declarations.shape import AttentionShape
-from tonnage.errors import InvalidSetting
 from tonnage.step import Ints
 from tonnage.terms import Chip
 
@@ -280,9 +280,7 @@ def _tokens(rows: Rows, which: Ints) -> Ints:
 
 def _require_runnable(pool: torch.Tensor, variant: Variant) -> Chip:
     """The chip of the pool. Raises ``InvalidSetting``."""
-    if pool.device.type != "cuda":
-        what = f"runs on a CUDA device, not on {pool.device}"
-        raise InvalidSetting("attention", "flashinfer", what, remedy="use sdpa")
+    refuse_other_devices(str(pool.device))
     refuse_other_heads(variant)
     refuse_missing_packages()
     about = torch.cuda.get_device_properties(pool.device)

@@ -86,6 +86,14 @@ def variants_of(config: ModelConfig, *, dtype: str, has_softcap: bool) -> tuple[
     )
 
 
+def refuse_other_devices(device: str) -> None:
+    """Raise ``InvalidSetting`` for a device, by its name, that is no card."""
+    if not device.startswith("cuda"):
+        raise InvalidSetting(
+            "attention", "flashinfer", f"runs on a CUDA device, not on {device}", remedy="use sdpa, or device cuda"
+        )
+
+
 def refuse_other_heads(variant: Variant) -> None:
     """Raise ``InvalidSetting`` for heads or a dtype that FlashInfer has no kernels for."""
     if variant.head_dim not in HEAD_DIMS or variant.dtype not in DTYPES:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tonnage.attention import check_backend
 from tonnage.attention.choice import choose
-from tonnage.attention.flashinfer_modules import refuse_missing_modules, variants_of
+from tonnage.attention.flashinfer_modules import refuse_missing_modules, refuse_other_devices, variants_of
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
 from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
@@ -213,11 +213,12 @@ class Target:
 
 def _attention(options: EngineOptions, config: ModelConfig, dtype: str) -> str:
     """The backend for this model: the one that was asked for, or the fastest of those that can run it here. Raises
-    ``InvalidSetting`` where kernels that it takes have not been compiled."""
+    ``InvalidSetting`` where kernels that it takes have not been compiled, or have no device."""
     variants = variants_of(config, dtype=dtype, has_softcap="softcap" in needed_features(config))
     if options.attention == AUTO:
         return choose(options.device_kind, variants)
-    if options.attention == "flashinfer" and options.device_kind == "cuda":
+    if options.attention == "flashinfer":
+        refuse_other_devices(options.device)
         for variant in variants:
             refuse_missing_modules(variant)
     return options.attention
