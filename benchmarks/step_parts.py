@@ -54,7 +54,7 @@ def parts(engine: Engine, rows: int) -> dict[str, Any]:
         hidden = executor.graphs._hidden[:rows]
         logits = executor._logits(hidden)
         head = device_us(lambda: executor._logits(hidden))
-        slots = engine._scheduler.batch.live_slots()
+        slots = engine._scheduler.batch.due_slots()
         batch = engine._scheduler.batch
         wanted = batch.sampling.rows(slots, batch.computed[slots] + 1)
         sampler = device_us(lambda: executor._sampler.sample(logits, wanted, None))

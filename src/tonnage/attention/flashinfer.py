@@ -32,7 +32,7 @@ from tonnage.attention.flashinfer_modules import (
     refuse_other_heads,
 )
 from tonnage.attention.flashinfer_ring import PinnedRing
-from tonnage.attention.triton_inputs import upload
+from tonnage.buffers.torch_copies import upload
 from tonnage.config import Limits
 from tonnage.declarations.flashinfer import FA3_SM, FlashInferScratch
 from tonnage.declarations.shape import AttentionShape

@@ -24,8 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tonnage.attention.append import append, next_power_of_2
 from tonnage.attention.base import Row, Rows
-from tonnage.attention.triton_inputs import StaticInputs, upload
+from tonnage.attention.triton_inputs import StaticInputs
 from tonnage.attention.triton_tuning import Tuning, decode_tuning, prefill_tuning
+from tonnage.buffers.torch_copies import upload
 from tonnage.config import Limits
 from tonnage.declarations.splits import MOST_SMS
 from tonnage.declarations.triton_decode import num_splits

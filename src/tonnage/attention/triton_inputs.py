@@ -1,39 +1,13 @@
-"""What the Triton kernels read of a step, on the device: made for one step, or kept for a captured graph.
-
-Host arrays go over in one copy, from pinned memory of torch's own host allocator where the device is a card. That
-allocator hands a piece out again only when the copy from it is done, so the next step may be written at once while
-this one is still on its way.
-"""
+"""What captured decodes of the Triton kernels read, on the device at fixed addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tonnage.attention.base import Rows
+from tonnage.buffers.torch_copies import ALIGNMENT
 from tonnage.step import Ints
 from tonnage.units import ceil_div, round_up
-
-#: Triton compiles a kernel anew for a pointer that is not aligned to this many bytes.
-ALIGNMENT = 16
-_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
-
-
-def upload(arrays: Sequence[npt.NDArray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays (int32, int64) as tensors of ``device``, side by side in one memory. Does not wait for the device."""
-    offsets = np.cumsum([0, *(round_up(array.nbytes, ALIGNMENT) for array in arrays)]).tolist()
-    staged = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    places = staged.numpy()
-    for array, offset in zip(arrays, offsets, strict=False):
-        places[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = staged.to(device, non_blocking=True)
-    return [
-        there[offset : offset + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
-        for array, offset in zip(arrays, offsets, strict=False)
-    ]
 
 
 class StaticInputs:

@@ -14,6 +14,7 @@ from tonnage.bench.texts import Held, Past, Text
 class Live:
     """A request between arrival and end. ``state`` "left": cancelled, holds nothing, its end is still to be told.
 
+    computed    tokens, by launched steps; under_way, landed: those when the last call began, and those looked at then
     has_row     since it was admitted; before, it loads
     num_held    whole blocks that are counted as held
     is_sure     it shares as it was asked to: False once a load has failed, after which it may or may not
@@ -30,6 +31,8 @@ class Live:
     known: int
     since: int
     computed: int = 0
+    under_way: int = 0
+    landed: int = 0
     passed: int = 0
     has_row: bool = True
     num_held: int = 0
@@ -42,6 +45,11 @@ class Live:
     @property
     def decodes(self) -> bool:
         return self.computed > 0 and self.known - self.computed == 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Its last token is drawn, and it ends when somebody looks."""
+        return self.known >= self.prompt + self.most
 
     @property
     def loads(self) -> bool:
@@ -59,7 +67,7 @@ class Holding:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._past, self._held = Past(), Held()
-        self._pinned: dict[str, tuple[Text, int]] = {}
+        self._pinned: dict[str, tuple[Text, int, int]] = {}  # of each the fewest and the most blocks
         self._orphans: list[list[int]] = []  # blocks of loads that nobody waits for any more, and steps that they take
 
     def step(self) -> None:
@@ -69,17 +77,19 @@ class Holding:
         """It runs, and begins with what it has found."""
         live.state, live.has_row, live.computed = "running", False, cached
         live.spared = live.num_stuck = 0
+        live.landed = live.under_way = cached
         live.neighbours.clear()
         self._hold(live)
 
+    def land(self, live: Live) -> None:
+        """A step begins: what the one before it launched is under way where steps overlap, and landed where not."""
+        live.landed = live.under_way if self._limits.steps_ahead else live.computed
+        live.under_way = live.computed
+
     def compute(self, live: Live, end: int) -> None:
-        """It is computed that far: others can find its whole blocks."""
+        """It is computed that far: others can find its whole blocks, once its tokens are told."""
         live.computed, live.has_row = end, True
-        first = live.num_held
-        self._hold(live)
-        if live.text.shares:
-            for index in range(first, live.num_held):
-                self._past.add(live.text, index + 1)
+        self._note(live)
 
     def leave(self, live: Live) -> None:
         """It runs no more. All that it computed can be found, and what it was loading still comes."""
@@ -88,7 +98,9 @@ class Holding:
         if live.loads:
             self._orphans.append([live.num_held + 1, self._limits.max_load_steps])
         if live.text.shares:
-            self._past.add_part(live.text, live.computed)
+            self._note(live)
+            # A row too many, of a text that turned out to have ended, was computed for nobody.
+            self._past.add_part(live.text, min(live.computed, len(live.text.tokens)))
         self.let_go(live)
 
     def let_go(self, live: Live) -> None:
@@ -96,12 +108,15 @@ class Holding:
         live.num_held = 0
 
     def pin(self, live: Live) -> None:
-        num_blocks = live.computed // self._limits.block_tokens
-        self._pinned[live.id] = live.text, num_blocks
-        self._held.add(live.text, 0, num_blocks)
+        """What is computed, but perhaps for a step that is under way."""
+        computed = live.under_way if self._limits.steps_ahead else live.computed
+        least, most = computed // self._limits.block_tokens, live.computed // self._limits.block_tokens
+        self._pinned[live.id] = live.text, least, most
+        self._held.add(live.text, 0, least)
 
     def unpin(self, request_id: str) -> None:
-        self._held.drop(*self._pinned.pop(request_id))
+        text, least, _ = self._pinned.pop(request_id)
+        self._held.drop(text, least)
 
     def was_computed(self, live: Live, num_tokens: int) -> bool:
         """Whether somebody has computed so many tokens of it."""
@@ -115,7 +130,7 @@ class Holding:
         most, found = (live.known - 1) // limits.block_tokens, 0
         for other in running:
             if other.text.shares and other.is_sure:
-                found = max(found, live.text.num_common(other.text, min(most, other.computed // limits.block_tokens)))
+                found = max(found, live.text.num_common(other.text, min(most, other.landed // limits.block_tokens)))
         return found * limits.block_tokens
 
     def least(self, running: Sequence[Live]) -> int:
@@ -128,15 +143,22 @@ class Holding:
         """Blocks that may be held or counted on, nothing shared: what loads may hold a copy's source beside its own."""
         return (
             sum(self.blocks(live.written) + live.loads for live in running)
-            + sum(num_blocks for _, num_blocks in self._pinned.values())
+            + sum(most for _, _, most in self._pinned.values())
             + sum(num_blocks for num_blocks, _ in self._orphans)
         )
 
     def blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_tokens)
 
+    def _note(self, live: Live) -> None:
+        first = live.num_held
+        self._hold(live)
+        if live.text.shares:
+            for index in range(first, live.num_held):
+                self._past.add(live.text, index + 1)
+
     def _hold(self, live: Live) -> None:
-        whole = live.computed // self._limits.block_tokens
+        whole = min(live.computed, len(live.text.tokens)) // self._limits.block_tokens
         if whole > live.num_held:
             self._held.add(live.text, live.num_held, whole)
             live.num_held = whole

@@ -58,6 +58,7 @@ def oracle_limits(engine: Engine) -> Limits:
         keeps_all=all(group.kind in (KVGroupKind.FULL, KVGroupKind.LATENT) for group in kv.cache.groups),
         max_load_steps=getattr(engine._runtime, "max_load_steps", MAX_LOAD_STEPS),
         is_link_slow=kv.cache.num_host_slots > 0 and kv.cache.room.budget.blocks_per_step < kv.cache.num_slots,
+        steps_ahead=engine.steps_ahead,
         careful_steps=CAREFUL_STEPS,
     )
 

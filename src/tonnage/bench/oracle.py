@@ -184,7 +184,8 @@ class Oracle:
         self._holding.leave(live)
         generated = event.num_known_tokens - live.prompt
         # A row whose logits were no numbers is computed and gives no token.
-        if event.num_known_tokens != live.known and (finish, event.num_known_tokens) != ("error", live.known - 1):
+        untold = live.known - event.num_known_tokens
+        if not 0 <= untold <= self.limits.steps_ahead + (finish == "error"):
             self._break("rows", f"{name} ends with {event.num_known_tokens} tokens, {live.known} by its rows")
         if finish in ("stop", "length") and live.state == "waiting":
             self._break("states", f"{name} finishes while it waits")
@@ -206,13 +207,17 @@ class Oracle:
             loads = any(live.loads for live in self._live.values())
             is_small = self._careful_steps > 0 and not self.limits.cuts_prompts
             # The engine waits for a load when there is nothing else to do, and then goes on with it.
-            if not is_small and (not loads or self._was_still):
+            # Where steps overlap it may have nothing to launch before one has landed.
+            may_be_still = loads or self.limits.steps_ahead
+            if not is_small and (not may_be_still or self._was_still):
                 self._break("idleness", f"a step moves nothing while {len(self._live)} requests are there")
         self._must_move = any(live.state != "left" for live in self._live.values())
         self._was_still, self._has_moved = is_still, False
         self._was_disturbed = self._had_fault = self._had_suspension = False
         self._careful_steps = max(0, self._careful_steps - 1)
         self._holding.step()
+        for live in self._all("running"):
+            self._holding.land(live)
 
     def _on_fault(self, _: Act) -> None:
         self._had_fault = self._was_disturbed = self._has_moved = True
@@ -280,7 +285,7 @@ class Oracle:
 
         Whoever's turn it is, it is the oldest or the first by priority and age; only if both surely fit, none may wait.
         """
-        left_out = [live for live in running if live.id not in self._rows]
+        left_out = [live for live in running if live.id not in self._rows and not live.is_complete]
         self._check_loads([live for live in left_out if live.loads and live.id not in new], room, prefill_room)
         left_out = [live for live in left_out if not live.loads]
         if room > 0 and any(live.decodes for live in left_out):
@@ -322,7 +327,7 @@ class Oracle:
             return False
         block_tokens, moves, found = self.limits.block_tokens, False, False
         for other in running:
-            start = other.computed - (self._rows[other.id][1] if other.id in self._rows else 0)
+            start = other.landed
             if other.text.shares and (
                 head.text.num_common(other.text, (head.known - 1) // block_tokens) > start // block_tokens
             ):

@@ -35,6 +35,8 @@ class Limits:
     keeps_all                 no layer forgets, so what a running request has computed can be found whole
     max_load_steps            for which somebody may be admitted and load, though the steps had room for its tokens
     is_link_slow              the copies of a step are bounded: but for its first chunk, none is sure to fit
+    steps_ahead               that are launched when an earlier one has not been looked at: so many tokens may be
+                              drawn for a request and not be told, since it has ended or left
     careful_steps             after one that ran out of memory, which are smaller than they might be
     """
 
@@ -52,6 +54,7 @@ class Limits:
     keeps_all: bool = True
     max_load_steps: int = 1000
     is_link_slow: bool = False
+    steps_ahead: int = 0
     careful_steps: int = 32
     malformed: set[str] = field(default_factory=set)
 

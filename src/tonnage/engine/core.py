@@ -5,25 +5,22 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-import numpy as np
-
-from tonnage.engine.delivery import take, tell_all
 from tonnage.engine.endings import Endings
 from tonnage.engine.events import Event, EventKind, OnEvent, computed_events, event_of
 from tonnage.engine.faults import culprit, release_frames
 from tonnage.engine.interrupts import deferred_interrupts
-from tonnage.engine.outcome import Outcome
+from tonnage.engine.landing import Flight, Landing
 from tonnage.engine.picked import Scheduled
 from tonnage.engine.refusals import refuse_impossible
 from tonnage.engine.request import Completion, Finish, OnDelta, Progress, Request, prompt_ids
 from tonnage.engine.retry import Care, Failed, told
 from tonnage.engine.runtime import Runtime
-from tonnage.engine.scheduler import Scheduler
+from tonnage.engine.scheduler import MustLand, Scheduler
 from tonnage.engine.text import Message, Text
 from tonnage.errors import InputError, RequestRefused, TransferFailed, UserError
 from tonnage.report import RunResult, StageRecord
@@ -67,7 +64,9 @@ class Engine:
         self._may_retry = all(manager.rerunnable for manager in runtime.managers.dispatcher.managers)
         self._ids: set[str] = set()
         self._endings = Endings(self._scheduler, text, runtime.managers.admission, self._event)
-        self._prompt_tokens = self._generated_tokens = self._num_steps = 0
+        self._landing = Landing(runtime, self._scheduler, self._endings)
+        self._flights: deque[Flight] = deque()
+        self._prompt_tokens = self._num_steps = 0
         self._culprits: Counter[str] = Counter()
         self._care = Care(max_num_tokens=self.plan.limits.max_num_tokens)
         self._in_step = threading.Lock()
@@ -153,12 +152,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         endings, scheduler = self._endings, self._scheduler
-        has_some = endings.done or endings.completions or scheduler.num_running or scheduler.num_waiting
-        return bool(has_some) and not self._is_closed
+        is_busy = self._flights or scheduler.num_running or scheduler.num_waiting
+        return bool(is_busy or endings.done or endings.completions) and not self._is_closed
 
     def step(self) -> list[Completion]:
         """One forward over whatever is due, or a wait for a load; returns the requests that ended since the last call.
 
+        On a card the forward is launched and the one before it looked at, so that the device never waits for the host:
+        tokens come a call later than they are asked for.
         A step that runs out of memory is rolled back and tried once more, smaller, and counted as a defect. Any other
         failure, or a second one, fails the requests of that step, and the engine goes on.
         ``KeyboardInterrupt`` comes after the step; what it finished is then returned by the next call.
@@ -194,29 +195,45 @@ class Engine:
 
     def _step(self) -> None:
         self._cache.begin_step()
-        failed = self._attempt(self._care.next_limit(), is_last=False)
+        before = len(self._flights)
+        failed = self._attempt_ahead(self._care.next_limit())
         if failed is not None:
             # Out here the exception and its frames are gone, and with them the tensors of the failed step.
             if failed.is_out_of_memory:
                 self._runtime.drain()
                 self._care.learn(failed)
+            self._land_all_but(0)
+            before = 0
             self._attempt(failed.retry_tokens, is_last=True)
             self._fail_uncut(failed)
+        self._land_all_but(self._runtime.steps_ahead if len(self._flights) > before else 0)
         if time.monotonic_ns() - self._settled_ns > SETTLE_EVERY_NS:
             self._runtime.settle("serving")
             self._settled_ns = time.monotonic_ns()
+
+    def _attempt_ahead(self, max_tokens: int) -> Failed | None:
+        """A first attempt, ahead of what has not landed unless that must come first."""
+        try:
+            return self._attempt(max_tokens, is_last=False)
+        except MustLand:
+            self._land_all_but(0)
+            return self._attempt(max_tokens, is_last=False)
 
     def _attempt(self, max_tokens: int, *, is_last: bool) -> Failed | None:
         """One transaction. Returns what failed if it may be tried again, unless this ``is_last``."""
         txn = Txn()
         scheduled: Scheduled | None = None
-        outcome: Outcome | None = None
+        batch = self._scheduler.batch
         try:
             self._load(self._scheduler.start_loaded)
-            scheduled = self._scheduler.schedule(txn, max_tokens=max_tokens)
+            scheduled = self._scheduler.schedule(txn, max_tokens=max_tokens, is_ahead=bool(self._flights))
             if scheduled is not None:
                 self._runtime.managers.dispatcher.prepare(scheduled.plan, txn)
-                outcome = self._runtime.launch(scheduled, self._scheduler.batch)
+                pending = self._runtime.launch(scheduled, batch)
+                self._flights.append(Flight(scheduled, pending, batch.epoch[scheduled.slots]))
+        except MustLand:
+            txn.rollback()
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a manager raises, the loop serves on
             txn.rollback()
             return self._contain(scheduled, error, max_tokens, is_last=is_last)
@@ -224,15 +241,32 @@ class Engine:
             txn.rollback()
             raise
         txn.commit()
+        if scheduled is not None:
+            batch.advance(scheduled.plan, scheduled.slots)
+            if self.observe is not None:
+                self._observe(*computed_events(scheduled.plan, step=self._num_steps))
+            self._num_steps += 1
         try:
             self._load(self._runtime.managers.dispatcher.committed)
-            if scheduled is not None and outcome is not None:
-                self._commit(scheduled, outcome)
-            elif not self._endings.done:  # nothing else to do
+            if scheduled is None and not self._flights and not self._endings.done:  # nothing else to do
                 self._load(self._runtime.managers.dispatcher.wait_loaded)
         except Exception as error:  # noqa: BLE001 - a manager that cannot move on takes its step with it, not the loop
             self._fail_step(scheduled, error)
         return None
+
+    def _land_all_but(self, num_ahead: int) -> None:
+        """The oldest steps first, until so many are left under way."""
+        while len(self._flights) > num_ahead:
+            flight = self._flights.popleft()
+            try:
+                self._land(flight)
+            except Exception as error:  # noqa: BLE001 - as above: what a device says of a step comes here
+                self._fail(flight.request_ids(self._scheduler.batch), error)
+
+    def _land(self, flight: Flight) -> None:
+        outcome = self._landing.outcome(flight)
+        self._landing.move_on(flight, outcome)
+        self._landing.deliver(flight, outcome)
 
     def _load(self, action: Callable[[], None]) -> None:
         """Do what a load may make fail: whoever loads then computes all by itself, and nobody else is hurt."""
@@ -271,33 +305,6 @@ class Engine:
             if not self._scheduler.may_be_cut(request_id):
                 self._endings.fail(request_id, failed.told)
 
-    def _commit(self, scheduled: Scheduled, outcome: Outcome) -> None:
-        """The step is done: move every request on, then hand tokens out, then let the finished go.
-
-        Callers' code runs only once all requests are consistent and those that end have left, so nothing that it does
-        or raises can leave one half moved.
-        """
-        plan = scheduled.plan
-        if not all(outcome.finite):
-            for request_id, is_finite in zip(outcome.request_ids, outcome.finite, strict=True):
-                if not is_finite:
-                    self._runtime.managers.kv.distrust(request_id)
-        self._runtime.managers.dispatcher.update(plan, outcome)
-        self._scheduler.batch.advance(plan, scheduled.slots, np.asarray(outcome.tokens, np.int64))
-        if self.observe is not None:
-            self._observe(*computed_events(plan, step=self._num_steps))
-        self._num_steps += 1
-        self._generated_tokens += len(outcome.tokens)
-        ended, deltas = take(outcome, self._scheduler.running)
-        for request in ended:
-            self._endings.end(request)
-        raised = tell_all(deltas)
-        for request, _ in deltas:
-            if request.finish is not None:
-                self._endings.end(request)
-        if raised is not None:
-            raise raised
-
     def _fail_step(self, scheduled: Scheduled | None, error: Exception) -> None:
         """The step's requests end with the error. Without a plan whoever was being admitted does, or nothing would
         move; of a step that was vetoed twice its last row, the newest, and the others are tried without it.
@@ -307,7 +314,10 @@ class Engine:
         else:
             suspect = self._scheduler.admitting or self._scheduler.head()
             failing = [suspect.id] if suspect is not None else []
-        for request_id in failing:
+        self._fail(failing, error)
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        for request_id in request_ids:
             self._endings.fail(request_id, f"the step failed: {told(error)}")
 
     # -- what is going on ----------------------------------------------------------------------------------------
@@ -331,6 +341,11 @@ class Engine:
         """Token ids lie in [0, vocab_size)."""
         return self._runtime.vocab_size
 
+    @property
+    def steps_ahead(self) -> int:
+        """So many steps are launched when an earlier one has not been looked at: 0, or 1 where steps overlap."""
+        return self._runtime.steps_ahead
+
     def stats(self) -> dict[str, int]:
         """Every manager's counts, under ``MANAGER.COUNT``."""
         return self._runtime.managers.dispatcher.stats()
@@ -343,7 +358,7 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             kv_used_tokens=kv.num_used * kv.block_tokens,
             kv_total_tokens=kv.capacity() * kv.block_tokens,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._landing.num_generated,
             num_suspensions=self._scheduler.num_suspensions,
             num_loading=len(self._scheduler.loading),
             cached_prompt_tokens=self._endings.cached_tokens,
@@ -361,7 +376,7 @@ class Engine:
             retried_steps=tuple(self._culprits.elements()),
             prompt_tokens=self._prompt_tokens,
             cached_prompt_tokens=self._endings.cached_tokens,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._landing.num_generated,
             elapsed_ms=self._serving_ns // 10**6,
             stages=self.stages,
         )
@@ -373,6 +388,7 @@ class Engine:
         """
         with self._alone():
             self._is_closed = True
+            self._flights.clear()
             self._runtime.close()
 
     def _require_open(self) -> None:

@@ -10,14 +10,18 @@ from tonnage.engine.text import Text
 
 
 def take(outcome: Outcome, running: Mapping[str, Request]) -> tuple[list[Request], list[tuple[Request, Delta]]]:
-    """Each sampling row's token to its request; returns those that ended, and what is to be told to listeners."""
+    """Each sampling row's token to its request, if that is still ``running``; returns those that ended, and what is to
+    be told to listeners."""
     for request_id, told in outcome.prompt.items():
-        running[request_id].prompt_logprobs.extend(told)
+        if request_id in running:
+            running[request_id].prompt_logprobs.extend(told)
     ended: list[Request] = []
     deltas: list[tuple[Request, Delta]] = []
-    requests = map(running.__getitem__, outcome.request_ids)
+    requests = map(running.get, outcome.request_ids)
     rows = zip(requests, outcome.tokens, outcome.logprobs, outcome.finite, strict=True)
     for row, (request, token, logprob, is_finite) in enumerate(rows):
+        if request is None:
+            continue
         if not is_finite:
             request.finish, request.error = Finish.ERROR, "the model's logits are not finite numbers"
             ended.append(request)

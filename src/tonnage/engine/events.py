@@ -16,14 +16,14 @@ class EventKind(StrEnum):
     ADMITTED = "admitted"  # starts, or starts again, to run; first it loads what of it lies on the host
     WITHDRAWN = "withdrawn"  # its admission was rolled back with its step; it waits again
     SUSPENDED = "suspended"  # gave its memory up; computed again later
-    COMPUTED = "computed"  # one row of a committed step: tokens [start, start + count)
+    COMPUTED = "computed"  # one row of a launched step, which cannot fail any more: tokens [start, start + count)
     ENDED = "ended"
     RETRIED = "retried"  # a step ran out of memory and is tried once more, smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """``step`` counts committed steps. The fields that a kind does not speak of keep their defaults.
+    """``step`` counts launched steps. The fields that a kind does not speak of keep their defaults.
 
     num_prompt_tokens, max_tokens, priority   ARRIVED and REFUSED
     num_known_tokens                          ADMITTED, WITHDRAWN, SUSPENDED, ENDED: prompt and output so far
@@ -64,6 +64,6 @@ def event_of(kind: EventKind, request: Request, *, step: int) -> Event:
 
 
 def computed_events(plan: StepPlan, *, step: int) -> Iterator[Event]:
-    """One for each row of a committed step."""
+    """One for each row of a step that was launched."""
     for row in plan.items:
         yield Event(kind=EventKind.COMPUTED, step=step, request_id=row.request_id, start=row.start, count=row.count)

@@ -10,27 +10,54 @@ that want log-probabilities of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from tonnage.attention.base import Backend, Rows
+from tonnage.buffers.torch_copies import upload, upload_one
 from tonnage.config import Limits
 from tonnage.engine.attend import attending
 from tonnage.engine.inputs import PromptSlice, StepInputs
-from tonnage.engine.outcome import Outcome, TokenLogprobs
-from tonnage.engine.sampling import Sampler
+from tonnage.engine.outcome import Outcome
+from tonnage.engine.sampling import Drawn, PromptLogprobs, Sampler, count
 from tonnage.graphs.runner import DecodeGraphs
+from tonnage.graphs.token_feed import TokenFeed
 from tonnage.step import Ints
 from tonnage.workspace import ScratchArena
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that may still run, and what it tells once it has: by row that samples, and of prompts by request."""
+
+    request_ids: Sequence[str]
+    drawn: Drawn
+    prompts: Sequence[tuple[str, PromptLogprobs]]
+
+    def outcome(self) -> Outcome:
+        sampled = self.drawn.read()
+        prompt: dict[str, list[Any]] = {}
+        for request_id, piece in self.prompts:
+            prompt.setdefault(request_id, []).extend(piece.read())
+        return Outcome(
+            request_ids=self.request_ids,
+            tokens=sampled.tokens,
+            logprobs=sampled.logprobs,
+            finite=sampled.finite,
+            top=sampled.top,
+            prompt=prompt,
+        )
 
 
 class Executor:
     """The model, its attention backend, scratch and sampler: ``launch`` computes a prepared step and asks no driver.
 
     ``model`` is a causal language model of transformers whose logits are its output embeddings of the last hidden
-    state and nothing more (the families that we run).
+    state and nothing more (the families that we run). ``num_slots``: of the batch; what each drew last is kept on the
+    device, so that a step may be launched before the host has seen the tokens of the one before it.
     """
 
     def __init__(
@@ -42,12 +69,14 @@ class Executor:
         *,
         device: torch.device,
         max_logits_rows: int,
+        num_slots: int,
     ) -> None:
         self._device = device
         self._model: Any = model
         self._backend: Backend | None = backend
         self._scratch, self._sampler = scratch, sampler
         self._max_logits_rows = max_logits_rows
+        self._feed = TokenFeed(num_slots, device)
         self.graphs: DecodeGraphs | None = None
 
     def close(self) -> None:
@@ -59,26 +88,32 @@ class Executor:
         self._scratch.close()
 
     @torch.inference_mode()
-    def launch(self, inputs: StepInputs) -> Outcome:
-        """Run the step; every row that samples draws its token."""
+    def launch(self, inputs: StepInputs) -> Launched:
+        """Ask for the step; every row that samples draws its token. Waits for nothing on a card.
+
+        What it leaves for the next step, drawn tokens and counts of them, it writes last: whatever raises before, the
+        step may be launched again.
+        """
         if self._model is None or self._backend is None:
             raise RuntimeError("the engine is closed")
         hidden = self._hidden(inputs)
         plan = inputs.plan
         sampling = np.flatnonzero(plan.samples)
-        if sampling.size < len(hidden):  # a step of decodes samples from each row
-            chosen = hidden[self._upload((np.cumsum(plan.counts) - 1)[sampling])]
-        else:
-            chosen = hidden
-        sampled = self._sampler.sample(self._logits(chosen), inputs.sampling, inputs.penalties)
-        return Outcome(
+        last = (np.cumsum(plan.counts) - 1)[sampling]
+        places, slots = upload([last, inputs.slots[sampling]], self._device)
+        # A step of decodes samples from each row.
+        chosen = hidden if sampling.size == len(hidden) else hidden.index_select(0, places)
+        drawn = self._sampler.draw(self._logits(chosen), inputs.sampling, inputs.penalties)
+        launched = Launched(
             request_ids=[plan.request_ids[row] for row in sampling.tolist()],
-            tokens=sampled.tokens,
-            logprobs=sampled.logprobs,
-            finite=sampled.finite,
-            top=sampled.top,
-            prompt=self._prompt_logprobs(hidden, inputs.prompts),
+            drawn=drawn,
+            prompts=list(self._prompt_logprobs(hidden, inputs.prompts)),
         )
+        if inputs.sampling.penalties is not None and inputs.penalties is not None:
+            count(drawn.tokens, inputs.sampling.penalties, inputs.penalties)
+        if sampling.size:
+            self._feed.keep(slots, drawn.tokens)
+        return launched
 
     def prepare_graphs(self, sizes: Sequence[int], limits: Limits) -> None:
         """Get ready to capture decodes of up to so many rows; ``graphs.capture`` then does, and their steps are
@@ -88,6 +123,7 @@ class Executor:
             self._forward,
             self._backend,  # type: ignore[arg-type]
             self._scratch,
+            self._feed,
             sizes=sizes,
             limits=limits,
             device=self._device,
@@ -105,8 +141,8 @@ class Executor:
                 return self.graphs.replay(bucket, inputs.ids, rows)
         with self._scratch.step(plan.shape) as scratch:
             prepared = self._backend.prepare(rows, scratch)
-            positions = _positions(plan.starts, plan.counts)
-            return self._forward(self._upload(inputs.ids)[None], self._upload(positions)[None], prepared)
+            positions = upload_one(_positions(plan.starts, plan.counts), self._device)
+            return self._forward(self._feed.upload(inputs.ids)[None], positions[None], prepared)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, prepared: Any) -> torch.Tensor:
         """Last hidden states [T, H] of token ids and positions [1, T]."""
@@ -121,22 +157,16 @@ class Executor:
         assert hidden.shape[0] <= self._max_logits_rows
         return self._model.get_output_embeddings()(hidden)
 
-    def _upload(self, array: Ints) -> torch.Tensor:
-        """On the device; a card takes it from pinned memory, while the host goes on."""
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def _prompt_logprobs(self, hidden: torch.Tensor, prompts: Sequence[PromptSlice]) -> dict[str, list[TokenLogprobs]]:
-        found: dict[str, list[TokenLogprobs]] = {}
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, prompts: Sequence[PromptSlice]
+    ) -> Iterator[tuple[str, PromptLogprobs]]:
+        """For at most ``max_logits_rows`` rows of logits at once."""
         for piece in prompts:
-            told = found.setdefault(piece.request_id, [])
             for begin, end in _slices(piece.targets.size, self._max_logits_rows):
                 logits = self._logits(hidden[piece.first + begin : piece.first + end])
-                targets = self._upload(piece.targets[begin:end])
-                told += self._sampler.prompt_logprobs(logits, targets, num_top=piece.num_top)
-        return found
+                targets = upload_one(piece.targets[begin:end], self._device)
+                for told in self._sampler.told(logits, targets, num_top=piece.num_top):
+                    yield piece.request_id, told
 
 
 def _positions(starts: Ints, counts: Ints) -> Ints:

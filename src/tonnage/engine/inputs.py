@@ -33,9 +33,10 @@ class PromptSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepInputs:
-    """``ids`` int64 [num_tokens]. ``table`` is the page table, int32 [slots, blocks], and ``slots`` says which row of
-    it each plan row reads. ``sampling``: one row for each that samples, in the plan's order; ``penalties``: the
-    tables of token counts by slot, None while no request needs them."""
+    """``ids`` int64 [num_tokens], of which some may be ``pending``: a step that has not landed draws them. ``table`` is
+    the page table, int32 [slots, blocks], and ``slots`` says which row of it each plan row reads. ``sampling``: one row
+    for each that samples, in the plan's order; ``penalties``: the tables of token counts by slot, None while no request
+    needs them."""
 
     plan: StepPlan
     ids: Ints

@@ -71,6 +71,9 @@ class EngineOptions:
 
     ``compile``: on a card, layers run under ``torch.compile``, which takes some seconds of the first start.
 
+    ``overlap``: each step is launched before the one before it has been looked at, so that the device never waits for
+    the host. None: on a card, where alone it gains anything.
+
     ``random_weights``: nothing is loaded and the text means nothing, for measuring a model of which only config.json is
     at hand; without a tokenizer prompts are bytes and texts are letters.
 
@@ -95,6 +98,7 @@ class EngineOptions:
     fence: bool = True
     random_weights: bool = False
     compile: bool = True
+    overlap: bool | None = None
     scratch_head_bytes: int = 0
     transfer_slice_s: float = TRANSFER_SLICE_S
     reference: ReferenceKnobs | None = None
@@ -123,6 +127,11 @@ class EngineOptions:
     def device_kind(self) -> str:
         """ "host" or "cuda", as plans and cards call them."""
         return "host" if is_host(self.device) else "cuda"
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps overlap."""
+        return self.device_kind == "cuda" if self.overlap is None else self.overlap
 
     @property
     def ordinal(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, overload
+from typing import Protocol, TypeAlias, overload
 
 #: The most probable tokens of a position, most probable first, as (token id, natural-log probability).
 Top: TypeAlias = tuple[tuple[int, float], ...]
@@ -130,3 +130,20 @@ class Outcome:
     finite: Sequence[bool]
     top: Mapping[int, Top] = field(default_factory=dict)
     prompt: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+
+
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def outcome(self) -> Outcome:
+        """Waits until it has run. Raises what the device says of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A step that had run before ``launch`` returned."""
+
+    found: Outcome
+
+    def outcome(self) -> Outcome:
+        return self.found

@@ -11,7 +11,7 @@ from tonnage.engine.executor import Executor
 from tonnage.engine.inputs import StepInputs
 from tonnage.engine.managers import Managers
 from tonnage.engine.options import Chunking
-from tonnage.engine.outcome import Outcome
+from tonnage.engine.outcome import Pending
 from tonnage.engine.picked import Scheduled
 from tonnage.engine.site import Site
 from tonnage.ledger import Ledger
@@ -32,12 +32,15 @@ class Runtime(Protocol):
     def chunking(self) -> Chunking: ...
     @property
     def ledger(self) -> Ledger: ...
+    @property
+    def steps_ahead(self) -> int:
+        """So many steps are launched before the one before them has landed."""
 
     def active(self) -> AbstractContextManager[object]:
         """Around a whole step: what is asked of torch goes to the device and in its order."""
 
-    def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
-        """Compute a prepared step. Whatever it raises, nothing that it took is kept."""
+    def launch(self, scheduled: Scheduled, batch: Batch) -> Pending:
+        """Compute a prepared step, or begin to. Whatever it raises, nothing that it took is kept."""
 
     def settle(self, phase: str) -> None:
         """Look at the device between steps and tell the ledger."""
@@ -61,6 +64,7 @@ class DeviceRuntime:
     chunking: Chunking
     site: Site
     executor: Executor
+    steps_ahead: int = 0
 
     @property
     def ledger(self) -> Ledger:
@@ -69,7 +73,7 @@ class DeviceRuntime:
     def active(self) -> AbstractContextManager[object]:
         return self.site.active()
 
-    def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
+    def launch(self, scheduled: Scheduled, batch: Batch) -> Pending:
         return self.executor.launch(StepInputs.of(scheduled, batch, self.managers))
 
     def drain(self) -> None:
@@ -93,8 +97,9 @@ class DeviceRuntime:
         )
 
     def close(self) -> None:
-        """Drop every tensor over our memory, then give the memory back; idempotent."""
+        """Let steps that still run end, drop every tensor over our memory, then give the memory back; idempotent."""
         try:
+            self.site.finish()
             self.executor.close()
             self.managers.dispatcher.close()
         finally:

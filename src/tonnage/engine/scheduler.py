@@ -38,6 +38,10 @@ from tonnage.step import Ints, StepPlan, Txn
 from tonnage.units import round_down
 
 
+class MustLand(Exception):
+    """Somebody must give memory up while steps are under way: what they draw would be lost. They are to land first."""
+
+
 class Scheduler:
     """The queue and the running sequences. ``schedule`` belongs to a transaction: its rollback undoes admissions.
 
@@ -64,6 +68,7 @@ class Scheduler:
         #: Whose admission is under way: to blame if it raises.
         self.admitting: Request | None = None
         self._put_off: Request | None = None
+        self._is_ahead = False
         self._dispatcher, self._slots, self._admission, self._gate = dispatcher, slots, admission, gate
         self._max_num_tokens, self._block_tokens, self._chunking = max_num_tokens, block_tokens, chunking
         self._memory_managers = memory_managers
@@ -171,17 +176,19 @@ class Scheduler:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def schedule(self, txn: Txn, *, max_tokens: int | None = None) -> Scheduled | None:
+    def schedule(self, txn: Txn, *, max_tokens: int | None = None, is_ahead: bool = False) -> Scheduled | None:
         """The next step, of at most ``max_tokens`` where that is less than the limit; None if nothing can be computed,
-        though somebody who loads may have been admitted.
+        though somebody who loads may have been admitted. ``is_ahead``: steps before it have not landed.
 
         Suspensions are complete in themselves and stay when ``txn`` is rolled back; admissions do not.
+        Raises ``MustLand`` where there would be suspensions ahead of steps.
         """
         self.admitting = self._put_off = None
-        live = self.batch.live_slots()
-        is_decode = self.batch.decoding(live)
-        rows = self._make_room(self._decodes(live[is_decode], max_tokens))
-        prefills = self._prefills(live[~is_decode])
+        self._is_ahead = is_ahead
+        due = self.batch.due_slots()
+        is_decode = self.batch.decoding(due)
+        rows = self._make_room(self._decodes(due[is_decode], max_tokens))
+        prefills = self._prefills(due[~is_decode])
         if prefills or self._waiting:
             room = self._gate.room(self._charged(rows.slots), max_tokens=max_tokens)
             if prefills:
@@ -288,6 +295,8 @@ class Scheduler:
             short = self._dispatcher.short_of(self.batch.ids(rows.slots), ends)
             if short is None:
                 break
+            if self._is_ahead:
+                raise MustLand
             victim = next(self._victims(), None)
             if victim is None:
                 return self._alone_and_short(rows, short)

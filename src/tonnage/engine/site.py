@@ -133,9 +133,14 @@ class Site(ABC):
     def trim(self) -> None:
         """Give back what allocators keep though nobody uses it, where that costs little."""
 
+    def finish(self) -> None:
+        """Wait until everything asked for is done; of a closed device there is nothing."""
+        if self._closing:
+            self.driver.device_sync()
+
     def drain(self) -> None:
-        """Wait until everything asked for is done, after a step that failed for want of memory."""
-        self.driver.device_sync()
+        """The same, and give back what nobody holds, after a step that failed for want of memory."""
+        self.finish()
 
     @abstractmethod
     def settle(self, phase: str) -> None:

@@ -217,6 +217,7 @@ class _Startup:
             managers=managers,
             chunking=self.target.chunking,
             executor=self.executor,
+            steps_ahead=int(self.target.options.is_ahead),
         )
 
     def close_boundary(self) -> None:
@@ -284,6 +285,7 @@ class _Startup:
             sampler,
             device=self.site.torch_device,
             max_logits_rows=limits.max_logits_rows,
+            num_slots=limits.max_batch_size,
         )
 
     def managers(self, limits: Limits, store: BlockStore) -> Managers:

@@ -26,11 +26,12 @@ from tonnage.engine.letters import LetterText
 from tonnage.engine.managers import BlockStore, Managers
 from tonnage.engine.mishaps import Mishaps
 from tonnage.engine.options import Chunking
-from tonnage.engine.outcome import Outcome, TokenLogprobs
+from tonnage.engine.outcome import Landed, Outcome, Pending, TokenLogprobs
 from tonnage.engine.picked import Scheduled
 from tonnage.engine.sampling.random import Words, uniform
 from tonnage.engine.sampling.rows import Edits
 from tonnage.engine.shadow import Shadow, ShadowMover
+from tonnage.graphs.token_feed import pending
 from tonnage.hardware import host_card
 from tonnage.ledger import Ledger
 from tonnage.planner import plan_without_device
@@ -67,14 +68,16 @@ def stub_engine(
     checks_contents: bool = False,
     mishaps: Mishaps | None = None,
     end_probability: float = 0.0,
+    overlap: bool = False,
     seed: int = 0,
 ) -> Engine:
     """An engine whose sequences end by themselves with ``end_probability`` at each token (token id 0).
 
     ``head_tokens`` of KV blocks beside ``kv_tokens`` are lent to cached blocks, ``host_kv_tokens`` lie on the host.
     A load takes up to ``load_steps`` steps, and a step moves at most ``link_blocks`` blocks to the host (None: any
-    number); both need ``checks_contents``, which keeps a ``Shadow``. ``seed`` changes every request's tokens, and how
-    long loads take. Raises what the planner raises for limits that make no sense.
+    number); both need ``checks_contents``, which keeps a ``Shadow``. ``overlap``: what a step drew is told when the
+    next one is launched. ``seed`` changes every request's tokens, and how long loads take. Raises what the planner
+    raises for limits that make no sense.
     """
     plan = plan_without_device(
         _config(max_seq_len),
@@ -94,6 +97,7 @@ def stub_engine(
         mishaps=mishaps,
         end_probability=end_probability,
         seed=seed,
+        steps_ahead=int(overlap),
     )
     return Engine(runtime, LetterText([_STOP_ID]), ())
 
@@ -124,7 +128,7 @@ class _Clock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _StubRuntime:
-    """``shadow`` and ``mover`` only where contents are checked."""
+    """``shadow`` and ``mover`` only where contents are checked; ``newest``: what each slot drew last."""
 
     plan: MemoryPlan
     vocab_size: int
@@ -139,6 +143,8 @@ class _StubRuntime:
     mishaps: Mishaps | None = None
     clock: _Clock = field(default_factory=_Clock)
     max_load_steps: int = 0
+    steps_ahead: int = 0
+    newest: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def of(
@@ -150,6 +156,7 @@ class _StubRuntime:
         mishaps: Mishaps | None,
         end_probability: float,
         seed: int,
+        steps_ahead: int,
     ) -> _StubRuntime:
         ledger, clock = Ledger(0, _DEVICE_BYTES), _Clock()
         driver = HostDriver(_DEVICE_BYTES)
@@ -190,13 +197,19 @@ class _StubRuntime:
             mishaps=mishaps,
             clock=clock,
             max_load_steps=blocks.load_steps + 1,
+            steps_ahead=steps_ahead,
+            newest=np.zeros(plan.limits.max_batch_size, np.int64),
         )
 
     def active(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def launch(self, scheduled: Scheduled, batch: Batch) -> Outcome:
+    def launch(self, scheduled: Scheduled, batch: Batch) -> Pending:
         inputs = StepInputs.of(scheduled, batch, self.managers)
+        if self.steps_ahead:
+            inputs = replace(
+                inputs, ids=np.where(inputs.ids < 0, self.newest[np.maximum(pending(inputs.ids), 0)], inputs.ids)
+            )
         plan = scheduled.plan
         self.clock.step()
         if self.mover is not None:
@@ -208,7 +221,8 @@ class _StubRuntime:
         slots, positions = scheduled.slots[plan.samples], plan.ends[plan.samples]
         tokens = self._tokens(batch.sampling.seeds(slots), positions, inputs.sampling.edits)
         ids = plan.request_ids if plan.samples.all() else np.array(plan.request_ids, np.object_)[plan.samples].tolist()
-        return Outcome(
+        self.newest[slots] = tokens
+        outcome = Outcome(
             request_ids=ids,
             tokens=tokens,
             logprobs=[-1.0] * len(tokens),
@@ -218,6 +232,7 @@ class _StubRuntime:
                 for piece in inputs.prompts
             },
         )
+        return Landed(outcome)
 
     def _finite(self, inputs: StepInputs) -> list[bool]:
         """Now and then the last row that samples gives no numbers, and what it wrote are none either."""

@@ -1,9 +1,9 @@
 """CUDA graphs of decode steps: one for each bucket of batch sizes, replayed over inputs at fixed addresses.
 
-What a replay reads is written in place before it: token ids and positions here, pages and lengths by the backend.
-Rows that pad a bucket have no length: they write to no page and what they give is not looked at. All graphs share one
-private pool of torch's and are never replayed at the same time, so the largest is captured first and the others live
-in what it left.
+What a replay reads is written in place before it: token ids and positions in the feed, pages and lengths by the
+backend. Rows that pad a bucket have no length: they write to no page and what they give is not looked at. All graphs
+share one private pool of torch's and are never replayed at the same time, so the largest is captured first and the
+others live in what it left.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from tonnage.config import Limits
+from tonnage.graphs.token_feed import TokenFeed
 from tonnage.step import Ints
 from tonnage.terms import StepShape
 from tonnage.workspace import ScratchArena
@@ -28,6 +29,8 @@ class Decodes(Protocol):
 
     @property
     def starts(self) -> Ints: ...
+    @property
+    def slots(self) -> Ints: ...
     def __len__(self) -> int: ...
 
 
@@ -40,9 +43,10 @@ class CapturingBackend(Protocol):
 
 
 class DecodeGraphs:
-    """Graphs for batches of up to ``max(sizes)`` decodes. ``num_replays`` counts by bucket.
+    """Graphs for batches of up to ``max(sizes)`` decodes. ``num_replays`` counts by bucket, ``num_eager`` the steps of
+    decodes that found none.
 
-    Addresses are those of ``scratch`` and of tensors made here: none of them may move while there are graphs.
+    Addresses are those of ``scratch``, of ``feed`` and of tensors made here: none may move while there are graphs.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class DecodeGraphs:
         forward: Forward,
         backend: CapturingBackend,
         scratch: ScratchArena,
+        feed: TokenFeed,
         *,
         sizes: Sequence[int],
         limits: Limits,
@@ -57,10 +62,11 @@ class DecodeGraphs:
     ) -> None:
         self.sizes = tuple(sorted(set(sizes)))
         self.num_replays = dict.fromkeys(self.sizes, 0)
+        self.num_eager = 0
         self._forward, self._backend, self._scratch, self._device = forward, backend, scratch, device
+        self._feed = feed
         self._max_seq_len = limits.max_seq_len
         self._inputs = backend.static_inputs(limits)
-        self._ids_and_positions = torch.zeros((2, self.sizes[-1]), dtype=torch.int64, device=device)
         self._hidden: torch.Tensor | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -86,22 +92,22 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def bucket(self, num_rows: int) -> int | None:
-        """The smallest bucket that holds so many rows; None where none does, or nothing is captured."""
+        """The smallest bucket that holds so many rows; None where none does, or nothing is captured: that step runs
+        without a graph, and is counted."""
         at = bisect.bisect_left(self.sizes, num_rows)
-        return self.sizes[at] if at < len(self.sizes) and self._graphs else None
+        if at < len(self.sizes) and self._graphs:
+            return self.sizes[at]
+        self.num_eager += 1
+        return None
 
     def replay(self, size: int, ids: Ints, rows: Decodes) -> torch.Tensor:
         """Last hidden states [rows, H] of a step of decodes; good until the next replay."""
-        num = len(rows)
-        staged = torch.zeros((2, self.sizes[-1]), dtype=torch.int64, pin_memory=True)
-        places = staged.numpy()
-        places[0, :num], places[1, :num] = ids, rows.starts
-        self._ids_and_positions.copy_(staged, non_blocking=True)
+        self._feed.load(ids, rows.starts, rows.slots)
         self._backend.load(self._inputs, rows, size)
         self._graphs[size].replay()
         self.num_replays[size] += 1
         assert self._hidden is not None
-        return self._hidden[:num]
+        return self._hidden[: len(rows)]
 
     def clear(self) -> None:
         """Give the graphs' memory back."""
@@ -112,7 +118,7 @@ class DecodeGraphs:
         torch.cuda.empty_cache()
 
     def _run(self, size: int) -> None:
-        ids, positions = self._ids_and_positions[:, :size].unsqueeze(1)
+        ids, positions = self._feed.ids(size)[None], self._feed.positions[:size][None]
         with self._scratch.step(self._shape(size)) as scratch:
             step = self._backend.captured(self._inputs, size, scratch)
             hidden = self._forward(ids, positions, step)

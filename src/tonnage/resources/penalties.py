@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tonnage.buffers import Buffer, BufferManager
+from tonnage.buffers.torch_copies import upload_one
 from tonnage.buffers.torch_view import as_tensor, typed_view
 from tonnage.config import Limits
 from tonnage.errors import ResourceError
@@ -127,19 +128,8 @@ class PenaltyTables:
     def wait_loaded(self) -> None:
         pass
 
-    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:  # noqa: ARG002 - who sampled is in outcome
-        """Count the drawn tokens of the requests that have a row."""
-        if outcome is None or not self._rows:
-            return
-        drawn = [
-            (self._rows[request_id], token)
-            for request_id, token in zip(outcome.request_ids, outcome.tokens, strict=True)
-            if request_id in self._rows
-        ]
-        if drawn:
-            counts = self._allocated().counts
-            rows, tokens = torch.tensor(drawn, device=counts.device).unbind(1)
-            counts.index_put_((rows, tokens), counts.new_ones(()), accumulate=True)
+    def update(self, plan: StepPlan, outcome: StepOutcome | None) -> None:
+        """Nothing: a step counts what it draws itself, where it draws it (``engine.sampling.count``)."""
 
     def free(self, request_id: str, *, keep_cached: bool = True) -> None:  # noqa: ARG002 - nothing is cached
         self._rows.pop(request_id, None)
@@ -186,11 +176,12 @@ class PenaltyTables:
 
     def _fill(self, tables: PenaltyTensors, row: int, request: RequestView) -> None:
         ids = np.asarray(request.token_ids, np.int64)
-        prompt, output = (self._known(part) for part in np.split(ids, [request.num_prompt_tokens]))
         counts, seen = tables.counts[row].zero_(), tables.seen[row].zero_()
-        seen[prompt.to(seen.device)] = True
-        counts.index_add_(0, output.to(counts.device), counts.new_ones(len(output)))
+        parts = np.split(ids, [request.num_prompt_tokens])
+        prompt, output = (upload_one(self._known(part), counts.device) for part in parts)
+        seen[prompt] = True
+        counts.index_add_(0, output, counts.new_ones(len(output)))
 
-    def _known(self, ids: Ints) -> torch.Tensor:
+    def _known(self, ids: Ints) -> Ints:
         """Ids of the vocabulary: placeholders of images and the like have no logit to change."""
-        return torch.from_numpy(ids[(ids >= 0) & (ids < self._vocab_size)])
+        return ids[(ids >= 0) & (ids < self._vocab_size)]

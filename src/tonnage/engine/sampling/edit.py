@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tonnage.buffers.torch_copies import upload_one
 from tonnage.engine.sampling.rows import Edits, Penalties, SamplingRows
 from tonnage.engine.sampling.select import column, index, pick
 from tonnage.resources.penalties import PenaltyTensors
@@ -20,6 +21,17 @@ def edited(logits: torch.Tensor, rows: SamplingRows, tables: PenaltyTensors | No
     if rows.edits is not None:
         _add(logits, rows.edits)
     return logits
+
+
+def count(tokens: torch.Tensor, penalties: Penalties, tables: PenaltyTensors) -> None:
+    """The step drew ``tokens``, int64 [rows] of its sampling rows: one more of each for the rows with penalties.
+
+    On the device, so that the next step finds them though the host has not seen them.
+    """
+    device = tokens.device
+    slots, drawn = index(penalties.slots, device), tokens.index_select(0, index(penalties.rows, device))
+    # A slot is there once, so that nothing is counted twice at one place.
+    tables.counts.index_put_((slots, drawn), tables.counts[slots, drawn] + 1)
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties, tables: PenaltyTensors) -> None:
@@ -48,5 +60,5 @@ def _add(logits: torch.Tensor, edits: Edits) -> None:
     """Ids outside the vocabulary have no logit."""
     known = edits.tokens < logits.shape[1]
     rows, tokens = (index(ids[known], logits.device) for ids in (edits.rows, edits.tokens))
-    values = torch.from_numpy(edits.values[known]).to(logits.device, torch.float32)
+    values = upload_one(edits.values[known], logits.device).float()
     logits.index_put_((rows, tokens), values, accumulate=True)

@@ -76,6 +76,11 @@ class SamplingRows:
     edits: Edits | None = None
     tops: Tops | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """The most probable token of each row, and nothing more."""
+        return self.draws is None and self.penalties is None and self.edits is None and self.tops is None
+
     def between(self, start: int, stop: int) -> SamplingRows:
         """Rows ``[start, stop)`` alone, counted from 0."""
         if start == 0 and stop == self.num_rows:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tonnage.buffers.torch_copies import upload_one
 from tonnage.engine.sampling.rows import Draws, Floats
 from tonnage.step import Ints
 from tonnage.units import round_up
@@ -95,7 +96,7 @@ def draw(weight: torch.Tensor, uniform: Floats) -> torch.Tensor:
     while levels[-1].shape[1] > _FAN_OUT:
         levels[-1] = torch.nn.functional.pad(levels[-1], (0, -levels[-1].shape[1] % _FAN_OUT))
         levels.append(levels[-1].unflatten(1, (-1, _FAN_OUT)).sum(-1))
-    numbers = torch.from_numpy(np.ascontiguousarray(uniform)).to(weight.device)
+    numbers = upload_one(uniform, weight.device)
     node = weight.new_zeros((weight.shape[0], 1))
     for level, sums in enumerate(reversed(levels)):
         first = node * _FAN_OUT
@@ -116,12 +117,12 @@ def pick(tensor: torch.Tensor, rows: Ints) -> torch.Tensor:
 
 def index(values: Ints, device: torch.device) -> torch.Tensor:
     """An array of whole numbers on the device."""
-    return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
+    return upload_one(values.astype(np.int64, copy=False), device)
 
 
 def column(values: Ints | Floats, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """An array as [len, 1] on the device, to be combined with [rows, V]."""
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype).unsqueeze(1)
+    return upload_one(values, device).to(dtype).unsqueeze(1)
 
 
 def _limit_top_k(limit: torch.Tensor, gaps: torch.Tensor, top_k: Ints) -> None:

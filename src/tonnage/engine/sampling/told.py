@@ -1,0 +1,97 @@
+"""What a step drew, on its way from the device: read once the host needs it, which may be a step later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tonnage.buffers.torch_copies import Download
+from tonnage.engine.outcome import TokenLogprobs, Top
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One entry a row: the token, its natural-log probability, and whether the row's logits were all numbers.
+
+    ``finite`` is False too where nothing can be chosen, every logit being -inf. ``top`` has the rows that asked.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+    top: dict[int, Top] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Some rows of a step, [rows] each on the device: int64 tokens, their log-probabilities in float32, and whether
+    the logits are numbers."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    finite: torch.Tensor
+
+
+class Alternatives:
+    """The most probable tokens of some positions, ``counts[i]`` of them each; none is more than ``logits`` has."""
+
+    def __init__(self, logits: torch.Tensor, norm: torch.Tensor, counts: Sequence[int]) -> None:
+        """From float32 ``logits`` [n, V] and their log-sums ``norm`` [n, 1]."""
+        self._counts = counts
+        most = min(max(counts, default=0), logits.shape[1])
+        self._download: Download | None = None
+        if most:
+            values, ids = logits.topk(most)
+            self._download = Download([ids, values - norm])
+
+    def read(self) -> list[Top]:
+        if self._download is None:
+            return [()] * len(self._counts)
+        rows = zip(*(array.tolist() for array in self._download.read()), self._counts, strict=True)
+        return [tuple(zip(ids[:count], logprobs[:count], strict=True)) for ids, logprobs, count in rows]
+
+
+class Drawn:
+    """``tokens`` int64 [rows] are on the device, for the next step; ``read`` has all of it."""
+
+    def __init__(self, tiles: Sequence[Tile], tops: Sequence[tuple[Sequence[int], Alternatives]]) -> None:
+        """``tops``: alternatives, and the rows whose they are."""
+        self._tops = tops
+        self.tokens = _joined([tile.tokens for tile in tiles])
+        logprobs, finite = (_joined([getattr(tile, name) for tile in tiles]) for name in ("logprobs", "finite"))
+        # All in one kind of number, of which every token and every float32 is one: a copy less.
+        self._download = Download([torch.stack([self.tokens.double(), logprobs.double(), finite.double()])])
+
+    def read(self) -> Sampled:
+        (found,) = self._download.read()
+        tokens, logprobs, finite = found
+        top: dict[int, Top] = {}
+        for rows, alternatives in self._tops:
+            top.update(zip(rows, alternatives.read(), strict=True))
+        return Sampled(
+            tokens=tokens.astype(np.int64).tolist(),
+            logprobs=logprobs.tolist(),
+            finite=finite.astype(bool).tolist(),
+            top=top,
+        )
+
+
+class PromptLogprobs:
+    """What the model said of some tokens of a prompt."""
+
+    def __init__(self, targets: torch.Tensor, logprobs: torch.Tensor, tops: Alternatives) -> None:
+        self._download, self._tops = Download([targets, logprobs]), tops
+
+    def read(self) -> list[TokenLogprobs]:
+        """NaN where a row's logits are not all numbers."""
+        tokens, logprobs = self._download.read()
+        return list(map(TokenLogprobs, tokens.tolist(), logprobs.tolist(), self._tops.read()))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
