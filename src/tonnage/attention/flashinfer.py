@@ -101,6 +101,7 @@ class FlashInferBackend:
         self._pool = pool
         _, num_layers, _, self.block_tokens, self._kv_heads, self._head_dim = pool.shape
         self._slab_tokens = 2 * num_layers * self.block_tokens
+        self._layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(num_layers)]
         self._rings: dict[tuple[int, Kind], PinnedRing] = {}
         self._kernels: dict[tuple[int, Kind], Kernel] = {}
 
@@ -217,7 +218,7 @@ class FlashInferBackend:
         refuse(self.name, sinks=sinks)
         assert query.dtype == key.dtype == self._pool.dtype, (query.dtype, self._pool.dtype)
         query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
-        append(step.slots, self._pool[0, layer, 0], key, value)
+        append(step.slots, self._layers[layer][0][0], key, value)
         queries = query[0].transpose(0, 1)
         out = query.new_empty(queries.shape)
         for part in step.parts:
@@ -238,7 +239,7 @@ class FlashInferBackend:
         plan = part.plans.get(kind)
         if plan is None:
             plan = part.plans[kind] = self._first_plan(step, part, kind, queries.shape[1])
-        keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
+        keys, values = self._layers[layer]
         own = queries[part.tokens]
         found = out[part.tokens] if isinstance(part.tokens, slice) else own.new_empty(own.shape)
         kernel = self._kernel(part.mask, kind)
