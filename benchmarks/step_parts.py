@@ -1,6 +1,8 @@
 """Where the time of a decode step goes on a card: graph, projection and sampler, and the host around them.
 
-python benchmarks/step_parts.py 1 32 256 --output benchmarks/results/step-parts.json
+``tonnage buckets --step-times`` reads the file: name enough batches that straight lines between their times will do.
+
+python benchmarks/step_parts.py 1 2 4 8 16 24 32 48 64 96 128 160 192 224 256 --output benchmarks/results/parts.json
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,16 +24,27 @@ from tonnage.sampling import SamplingParams
 CONTEXT, STEPS = 1024, 40
 
 
-def device_us(run: Callable[[], object], times: int = 20) -> float:
-    """Microseconds on the device, one call behind the other."""
+def device_samples_us(run: Callable[[], object], times: int = 20) -> list[float]:
+    """Microseconds on the device of each call, one behind the other."""
     run()
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    for _ in range(times):
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         run()
-    ended.record()
-    ended.synchronize()
-    return 1000 * began.elapsed_time(ended) / times
+        mark.record()
+    marks[-1].synchronize()
+    return [round(1000 * before.elapsed_time(after), 1) for before, after in pairwise(marks)]
+
+
+def device_us(run: Callable[[], object], times: int = 20) -> float:
+    return statistics.median(device_samples_us(run, times))
+
+
+def padding_samples_us(graphs: Any, size: int) -> list[float]:
+    """Replays of rows that are all padding: what a graph takes whoever is in it. The inputs hold nobody afterwards."""
+    graphs._inputs.slots.fill_(-1)
+    graphs._inputs.lengths.zero_()
+    return device_samples_us(graphs._graphs[size].replay)
 
 
 def parts(engine: Engine, rows: int) -> dict[str, Any]:
@@ -50,7 +64,8 @@ def parts(engine: Engine, rows: int) -> dict[str, Any]:
     executor = runtime.executor
     with runtime.active(), torch.inference_mode():
         size = executor.graphs.bucket(rows)
-        graph = device_us(executor.graphs._graphs[size].replay)
+        graph_samples = device_samples_us(executor.graphs._graphs[size].replay)
+        graph = statistics.median(graph_samples)
         hidden = executor.graphs._hidden[:rows]
         logits = executor._logits(hidden)
         head = device_us(lambda: executor._logits(hidden))
@@ -58,15 +73,16 @@ def parts(engine: Engine, rows: int) -> dict[str, Any]:
         batch = engine._scheduler.batch
         wanted = batch.sampling.rows(slots, batch.computed[slots] + 1)
         sampler = device_us(lambda: executor._sampler.sample(logits, wanted, None))
+        padded_samples = padding_samples_us(executor.graphs, size)
     for i in range(rows):
         engine.cancel(f"{rows}-{i}")
     engine.step()
     step = 1e6 * statistics.median(steps)
     row = {"rows": rows, "bucket": size, "step_us": step, "graph_us": graph, "head_us": head, "sampler_us": sampler}
-    row["host_us"] = step - graph - head - sampler
+    row |= {"padded_us": statistics.median(padded_samples), "host_us": step - graph - head - sampler}
     told = {key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}
     print(told, flush=True)
-    return told
+    return told | {"graph_samples_us": graph_samples, "padded_samples_us": padded_samples}
 
 
 def main() -> None:

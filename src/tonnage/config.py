@@ -62,6 +62,8 @@ def _check_wrapped(given: Iterable[tuple[str, object]]) -> None:
             raise InvalidSetting(name, shown(setting), "a plain value, and no Setting", remedy=remedy)
 
 
+#: Of files that ``tonnage buckets`` writes, and the list in them that was chosen: what ``graphs`` takes of such a file.
+BUCKETS_SCHEMA, FITTED_LIST = "tonnage.buckets/1", "fitted"
 DEFAULT_KEEP_FREE_BYTES = 256 * MiB
 DEFAULT_BLOCK_TOKENS = 16
 DEFAULT_MAX_BATCH_SIZE = 256
@@ -97,7 +99,8 @@ class Knobs:
                      than one sequence of max_seq_len (default: all running sequences at full length at once)
     scratch          "cap" (default): such scratch shares the budget with the pool, and steps are kept within what it
                      got; "reserve": its worst case is set aside whole, and no step is ever held back
-    graphs           decode batch sizes that get a CUDA graph: "none", "default", or numbers between commas
+    graphs           decode batch sizes that get a CUDA graph: "none", "default", "x2", "+64", "+8", numbers between
+                     commas, or a file of ``tonnage buckets --output``
     host_kv_bytes    host memory for blocks that are evicted from the device, of all ranks together (default, and 0:
                      none); it is not asked for where no prefixes are cached
     disk_kv_bytes    its room comes later; a set value is refused

@@ -24,6 +24,7 @@
     ├── RangePoisoned             memory whose release failed half way was used; only freeing it is left
     ├── RangeReferenced           a captured graph or a registration holds this range where it is
     ├── GraphRangeUnmapped        a graph would replay over memory that is not mapped
+    ├── GraphInputError           what a graph reads was given in another shape, or replaced  (also a ValueError)
     ├── DeclarationExceeded       scratch asked for beyond what its backend declared          (also a MemoryError)
     ├── StartupError              a stage of start-up failed: stage, history, remedy
     ├── ResourceError             a resource manager was used wrongly: a defect of ours
@@ -229,6 +230,10 @@ class RangePoisoned(TonnageError):
 
 class RangeReferenced(TonnageError):
     """A range cannot go: a captured graph replays over it, or it is registered with a library by physical page."""
+
+
+class GraphInputError(TonnageError, ValueError):
+    """An input of a captured graph that is not what was declared, or whose memory was replaced since."""
 
 
 class GraphRangeUnmapped(TonnageError):

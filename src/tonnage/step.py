@@ -25,6 +25,10 @@ class Veto(TonnageError):
         super().__init__(f"{manager}: {reason}")
 
 
+class MustLand(TonnageError):
+    """Somebody must give memory up while steps are under way: what they draw would be lost. They are to land first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepItem:
     """One row: tokens ``[start, start + count)`` of a request; it samples if it reaches the last known token."""

@@ -503,7 +503,8 @@ def test_every_option_arrives():
         "memory": "1GiB", "max_seq_len": 1, "max_batch_size": 2, "max_num_tokens": 3, "kv_tokens": 4, "kv_bytes": 5,
         "total_bytes": 6, "keep_free_bytes": 0, "kv_fraction": "1/2", "kv_dtype": "bf16", "dtype": "fp32",
         "block_tokens": 8, "disabled_claims": "penalty tables", "attention": "other", "admission": "reserve_all",
-        "chunk_tokens": "none", "host_kv_bytes": "7", "prefix_caching": False, "fence": False, "device": " CPU ",
+        "chunk_tokens": "none", "graphs": "2,1", "host_kv_bytes": "7", "prefix_caching": False, "fence": False,
+        "device": " CPU ",
     }  # fmt: skip
     assert given.keys() == Options.__annotations__.keys()
     read = engine_options("m", given)
@@ -512,6 +513,7 @@ def test_every_option_arrives():
     assert {name: str(value) for name, value in found.items()} == {
         "total_bytes": "6", "keep_free_bytes": "0", "kv_bytes": "5", "kv_tokens": "4", "kv_fraction": "1/2",
         "kv_dtype": "bfloat16", "block_tokens": "8", "admission": "reserve_all", "host_kv_bytes": "7",
+        "graphs": "1,2",
     }  # fmt: skip
     assert read.host_kv_bytes == 0, "no tier where no prefixes are cached"
     assert engine_options("m", {**given, "prefix_caching": None}).host_kv_bytes == 7

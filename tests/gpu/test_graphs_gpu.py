@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 from tiny import save_tiny_llama
 
 from tonnage.attention.base import Rows
+from tonnage.buffers.torch_copies import upload
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import EngineOptions, start
 from tonnage.terms import StepShape
@@ -63,8 +64,8 @@ class Steps:
         shape = StepShape(num_tokens=len(rows), decode_rows=len(rows), attended_tokens=int(rows.ends.sum()))
         with self.runtime.active(), self.torch.inference_mode(), self.executor._scratch.step(shape) as scratch:
             prepared = self.executor._backend.prepare(rows, scratch)
-            upload = self.executor._upload
-            hidden = self.executor._forward(upload(ids)[None], upload(rows.starts)[None], prepared)
+            ids, positions = upload([ids, rows.starts], self.executor._device)
+            hidden = self.executor._forward(ids[None], positions[None], prepared)
             return hidden.cpu(), self._pages()
 
     def replayed(self, ids, rows):
@@ -100,7 +101,7 @@ def test_inputs_stay_where_they_are(engine):
 
     def addresses():
         inputs = graphs._inputs
-        tensors = (graphs._ids_and_positions, graphs._hidden, inputs.slots, inputs.lengths, inputs.table)
+        tensors = (graphs._feed._all, graphs._hidden, inputs.slots, inputs.lengths, inputs.table)
         return [tensor.data_ptr() for tensor in tensors]
 
     before = addresses()

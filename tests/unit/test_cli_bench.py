@@ -288,6 +288,9 @@ BAD = {
     "soak m --minutes nan": "--minutes = 'nan'",
     "soak m --seed x": "--seed = 'x'",
     "soak m --memory lots": "--memory = 'lots'",
+    "soak m --graphs often": "--graphs = 'often': not a list of batch sizes|write none, default, x2, +64, +8",
+    "bench m --workload single --graphs piecewise": "--graphs = 'piecewise': a step of prompts, in pieces",
+    "bench m --workload single --graphs no.json": "--graphs = 'no.json' cannot be read: No such file",
 }
 
 
@@ -324,7 +327,11 @@ def test_a_percentage_is_a_scale(tonnage: Program, engine: FakeEngine, measured:
     assert measured.workload.shape.input_tokens == Span(256, 256)
 
 
-@pytest.mark.parametrize("flags", [["--memory", "1GiB"], ["--total-bytes", "1GiB"], ["--dtype", "bfloat16"]], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [["--memory", "1GiB"], ["--total-bytes", "1GiB"], ["--dtype", "bfloat16"], ["--graphs", "x2"]],
+    ids=str,
+)
 def test_the_stub_takes_no_flags_about_memory(tonnage: Any, flags: list[str]) -> None:
     ended = tonnage("soak", "--stub", *flags)
     assert ended.code == 2

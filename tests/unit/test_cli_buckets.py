@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 
-from tonnage.graphs.buckets import GENERATORS
+from tonnage.planner.buckets import GENERATORS
 
 Program = Callable[..., Ended]
 PRICED = ["--kv-token-bytes", "36KiB", "--request-tokens", "2500", "--running", "200", "--graph-bytes", "10MB"]
@@ -66,6 +66,25 @@ def test_the_flag_it_prints_is_one_that_a_plan_takes(tonnage: Program, load: Pat
     assert json.loads(plan.out)["limits"]["graph_batch_sizes"] == of(document, "fitted")["sizes"]
     shown = tonnage("buckets", load).out
     assert flag[-1] in shown.split(), "the list is printed whole, however wide"
+
+
+def test_the_file_it_writes_is_one_that_a_plan_takes(tonnage: Program, load: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sizes.json"
+    ended = tonnage("buckets", load, "--output", path, "--json")
+    assert ended.code == 0, ended.err
+    assert path.read_text() == ended.out
+    model = Path(__file__).parents[2] / "examples" / "configs" / "llama-3.1-8b"
+    flags = ["--device", "H100", "--max-seq-len", "4096", "--graphs", path]
+    plan = tonnage("plan", model, *flags, "--json")
+    assert plan.code == 0, plan.err
+    document = json.loads(plan.out)
+    assert document["limits"]["graph_batch_sizes"] == of(json.loads(ended.out), "fitted")["sizes"]
+    assert document["knobs"]["graphs"]["text"] == str(path)
+    assert tonnage("buckets", load, "--output", path).code == 2, "the file exists"
+    assert tonnage("buckets", load, "--output", path, "--force").code == 0
+    refused = tonnage("buckets", load, "--output", tmp_path / "sizes.txt")
+    assert refused.code == 2
+    assert "a file for --graphs ends in .json" in refused.err
 
 
 def test_pictures_and_table(tonnage: Program, load: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,3 +190,10 @@ def test_what_was_set_is_no_dimension_and_comes_back_in_the_command(tonnage: Pro
     found = document(tonnage, f"{FIT} --memory 24GiB --goal longest-context --kv-dtype bf16 --graphs 1,2,4")
     assert [each["name"] for each in found["order"]] == ["max_num_tokens", "max_batch_size"]
     assert re.search(r"--kv-dtype bf16 .*--graphs 1,2,4", found["command"])
+
+
+def test_graphs_are_a_flag_of_run_too(tonnage: Program) -> None:
+    for value in ("+64", "auto"):
+        found = document(tonnage, f"{FIT} --memory 24GiB --goal longest-context --kv-dtype bf16 --graphs {value}")
+        assert f"--graphs {value}" in found["command"]
+        assert not any("--graphs" in note for note in found["notes"])

@@ -82,7 +82,7 @@ def test_the_reference_policy(tonnage: Program) -> None:
         (["--stage", "1"], "stages are numbered from 0 to 0"),
         (["--pp", "2", "--stage-layers", "20,20"], "32 layers"),
         (["--tp", "0"], "--tp"),
-        (["--graphs", "0"], "not a batch size"),
+        (["--graphs", "0"], "--graphs = '0'"),
         (["--scratch", "lend"], "cannot be lent"),
         (["--attention", "nothing"], "no such backend"),
         (["--max-encoder-tokens", "5"], "has no encoder"),

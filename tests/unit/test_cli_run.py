@@ -47,6 +47,7 @@ def test_a_prompt_becomes_text_and_a_ledger(tonnage: Program, engine: FakeEngine
 
 def test_settings_reach_the_engine_with_their_flags(tonnage: Program, engine: FakeEngine) -> None:
     flags = "--max-seq-len 512 --kv-fraction 90% --keep-free-bytes 0 --kv-dtype bf16 --dtype fp32 --max-tokens 7"
+    flags += " --graphs X2"
     assert tonnage("run", "m", "--prompt", "hello", *flags.split()).code == 0
     assert engine.options.limit_knobs.max_seq_len.value == 512
     assert engine.options.knobs.keep_free_bytes.value == 0
@@ -56,6 +57,8 @@ def test_settings_reach_the_engine_with_their_flags(tonnage: Program, engine: Fa
     assert (fraction.text, fraction.origin, fraction.where) == ("90%", Origin.FLAG, "--kv-fraction")
     assert engine.asked[0]["params"].max_tokens == 7
     assert engine.options.memory_bytes is None
+    graphs = engine.options.knobs.graphs
+    assert (graphs.value, graphs.text, graphs.where) == ("x2", "X2", "--graphs")
 
 
 @pytest.mark.parametrize(

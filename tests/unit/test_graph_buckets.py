@@ -1,4 +1,4 @@
-"""Lists of graph sizes: the reference's generators, its two cuts, and what users may write."""
+"""Lists of graph sizes: the reference's generators, its two cuts, and the size that a batch is padded to."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.errors import InvalidSetting
-from tonnage.graphs.buckets import (
-    GENERATORS,
-    check_largest,
-    every,
-    filter_sizes,
-    read_sizes,
-    resolve_sizes,
-    round_up,
-    unpadded,
-)
+from tonnage.planner.buckets import GENERATORS, default_sizes, filter_sizes, resolve_sizes, round_up
 
 BIG = 10**6
 HEAD = (1, 2, 4, *range(8, 129, 8))
@@ -37,6 +27,13 @@ def test_the_generators_at_2048(name, num, tail):
     assert len(made) == num
 
 
+def test_the_common_list():
+    assert default_sizes(256) == (1, 2, 4, *range(8, 257, 8))
+    assert len(default_sizes(256)) == 35
+    assert default_sizes(3) == (1, 2, 3)
+    assert default_sizes(300)[-3:] == (272, 288, 300)
+
+
 @pytest.mark.parametrize(
     ("name", "most", "made"),
     [
@@ -51,12 +48,6 @@ def test_the_generators_at_2048(name, num, tail):
 )
 def test_the_largest_batch_has_a_graph_itself(name, most, made):
     assert GENERATORS[name](most) == made
-
-
-def test_without_padding_small_sizes_have_all_their_graphs():
-    assert unpadded(256) == (*range(1, 33), 64, 128, 256)
-    assert unpadded(100) == (*range(1, 33), 64, 100)
-    assert unpadded(5) == (1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,7 @@ def test_without_padding_small_sizes_have_all_their_graphs():
 )
 def test_the_vectors_of_the_filter(sizes, most, tokens, each, is_padded, kept):
     made = filter_sizes(sizes, max_batch_size=most, max_num_tokens=tokens, tokens_per_request=each, is_padded=is_padded)
-    assert made == kept
+    assert made == tuple(kept)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +88,8 @@ def test_cuts_keep_a_sorted_unique_subset_and_cut_once(sizes, limit, is_padded):
     """Invariant 42."""
 
     def cut(given: list[int]) -> list[int]:
-        return filter_sizes(given, max_batch_size=limit, max_num_tokens=BIG, tokens_per_request=1, is_padded=is_padded)
+        kept = filter_sizes(given, max_batch_size=limit, max_num_tokens=BIG, tokens_per_request=1, is_padded=is_padded)
+        return list(kept)
 
     def resolve(given: list[int]) -> list[int]:
         return list(resolve_sizes(given, limit=limit, pads_to_limit=is_padded))
@@ -122,48 +114,3 @@ def test_every_batch_up_to_the_largest_is_held(name, most):
     assert made == tuple(sorted(set(made)))
     assert made[-1] == most
     assert made[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "made"),
-    [
-        ("off", ()),
-        ("none", ()),
-        (" X2 ", GENERATORS["x2"](64)),
-        ("+64", every(64, 64)),
-        ("8,1,8, 4", (1, 4, 8)),
-    ],
-)
-def test_what_may_be_written(text, made):
-    assert read_sizes(text, max_batch_size=64, knob="graphs") == made
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("x3", "not a list of batch sizes"),
-        ("+7", "not a list of batch sizes"),
-        ("", "not a list of batch sizes"),
-        ("1,,2", "not a number"),
-        ("0,1", "zero"),
-        ("1.5", "not a whole number"),
-        ("1,65", "65 is above max_batch_size = 64"),
-    ],
-)
-def test_what_may_not(text, told):
-    with pytest.raises(InvalidSetting, match=told) as caught:
-        read_sizes(text, max_batch_size=64, knob="graphs")
-    assert caught.value.knob == "graphs"
-    assert caught.value.remedy
-
-
-def test_a_list_and_a_largest_size_must_agree():
-    check_largest((1, 2, 8), max_batch_size=8, knob="graphs")
-    check_largest((), max_batch_size=8, knob="graphs")
-    with pytest.raises(InvalidSetting, match="ends with 8, while the largest is said to be 16"):
-        check_largest((1, 2, 8), max_batch_size=16, knob="graphs")
-
-
-def test_too_many_graphs_are_a_typing_error():
-    with pytest.raises(InvalidSetting, match="more than 1024"):
-        read_sizes(",".join(map(str, range(1, 1100))), max_batch_size=2048, knob="graphs")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -87,7 +92,7 @@ class Rank:
     st.lists(st.lists(WISHES, min_size=5, max_size=5), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_all_ranks_choose_one_graph_or_all_run_eagerly(captured, steps, random):
+def test_all_ranks_choose_one_graph_or_all_run_eagerly(captured, steps, order):
     """Each rank captured what it could, and meets its own batches: they exchange lists once, wishes every step."""
     # Without this most draws would share no key at all.
     shared = {key(size, tier=FULL) for size in (2, 4, 8)}
@@ -99,7 +104,7 @@ def test_all_ranks_choose_one_graph_or_all_run_eagerly(captured, steps, random):
         chosen = []
         for rank in ranks:
             heard = list(gathered)
-            random.shuffle(heard)  # not even the order in which they are heard matters
+            order.shuffle(heard)  # not even the order in which they are heard matters
             chosen.append(agree(heard, rank.common))
         assert len(set(chosen)) == 1
         agreed = chosen[0]
@@ -128,3 +133,51 @@ def test_a_graph_that_holds_everybody_is_never_passed_over(wishes, captured):
 def test_what_one_rank_skipped_is_no_graph_for_anybody():
     assert common_keys([{key(1), key(2)}, {key(2), key(4)}]) == {key(2)}
     assert common_keys([]) == frozenset()
+
+
+#: Reads what every rank exchanged, in the order in which it heard of it, and says what it would replay in each step.
+RANK = """
+import json, random, sys
+from tonnage.graphs.keys import GraphKey, SamplingTier, Wish, agree, common_keys
+
+def key(found):
+    return None if found is None else GraphKey(**found | {"tier": SamplingTier(found["tier"])})
+
+number, exchanged = int(sys.argv[1]), json.load(sys.stdin)
+heard = random.Random(number)
+captured = [[key(each) for each in rank] for rank in exchanged["captured"]]
+heard.shuffle(captured)
+common = common_keys(captured)
+for wishes in exchanged["steps"]:
+    heard.shuffle(wishes)
+    print(agree([Wish(key(batch), may_pad) for batch, may_pad in wishes], common))
+"""
+
+
+def test_ranks_in_processes_of_their_own_choose_alike():
+    """38 where nothing is shared: interpreters that hash, and so order their sets, in ways of their own."""
+    drawn = random.Random(0)
+    tiers, dtypes = [tier.value for tier in SamplingTier], [None, "bf16"]
+
+    def draw() -> dict[str, object]:
+        return {
+            "batch_size": drawn.randint(1, 9), "draft_tokens": 0, "is_short": drawn.random() < 0.2,
+            "tier": drawn.choice(tiers), "adapter_dtype": drawn.choice(dtypes),
+        }  # fmt: skip
+
+    shared = [{"batch_size": size, "tier": tier} for size in (1, 2, 4, 8) for tier in tiers]
+    captured = [[*shared, *(draw() for _ in range(20))] for _ in range(3)]
+    plain = [[[{"batch_size": drawn.randint(1, 8), "tier": "greedy"}, True] for _ in captured] for _ in range(50)]
+    steps = [[[draw() if drawn.random() < 0.95 else None, drawn.random() < 0.8] for _ in captured] for _ in range(200)]
+    exchanged = json.dumps({"captured": captured, "steps": [*plain, *steps]})
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", RANK, str(number)],
+            input=exchanged, capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONHASHSEED": str(number + 1)},
+        ).stdout.splitlines()
+        for number in range(3)
+    ]  # fmt: skip
+    assert told[0] == told[1] == told[2]
+    assert len(told[0]) == 250
+    assert sum(line != "None" for line in told[0]) >= 50, "steps that replay are among them"

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from graph_loads import MODEL_A, MODEL_B, PEAK_576, K, bell
+from graph_loads import blend
 from hypothesis import given
 from hypothesis import strategies as st
+from report_samples import make_run
 
+from tonnage.bench.measure import Measurement, Sample
+from tonnage.bench.report import bench_document, text_of
+from tonnage.bench.workloads import workload
 from tonnage.errors import InputError
-from tonnage.graphs.buckets import GENERATORS
-from tonnage.graphs.guard import NEGLIGIBLE, drifted, guarded
-from tonnage.graphs.histogram import Histogram, blend, prior
+from tonnage.graphs.histogram import Histogram, prior
 from tonnage.graphs.load_files import read_load, read_step_times
-from tonnage.graphs.optimise import Rules
+from tonnage.graphs.optimise import Rules, frontier
 from tonnage.graphs.price import Price
-from tonnage.graphs.step_times import StepTimes, affine, measured, total_ns, unpadded_ns
+from tonnage.graphs.step_times import StepPoints, StepTimes, affine, batch_costs, measured, total_ns, unpadded_ns
 from tonnage.graphs.traffic import Request, play, settled
 
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any)
@@ -59,13 +62,44 @@ def test_a_drift_covers_every_size_between_its_factors():
 
 
 def test_times_between_measured_points():
-    times = measured({2: 10, 4: 15, 7: 13}, 6, file="t.csv")
+    times = measured(StepPoints({2: 10, 4: 15, 7: 13}), 6, file="t.csv")
     assert times.step_ns == (10, 10, 13, 15, 15, 14)
     assert times.least_ns == (10, 10, 13, 14, 14, 14)
     assert times.edges() == (2, 3, 6)
     assert times.fastest(4) == 6
     with pytest.raises(InputError, match="end at batch size 7, and max_batch_size is 8"):
-        measured({2: 10, 7: 13}, 8, file="t.csv")
+        measured(StepPoints({2: 10, 7: 13}), 8, file="t.csv")
+
+
+def test_what_comes_beside_a_graph_is_of_the_rows_that_are_there():
+    times = measured(StepPoints({1: 10, 4: 40}, {1: 5, 4: 11}), 4, file="t.csv", eager_extra_ns=100)
+    assert times.step_ns == (10, 20, 30, 40)
+    assert times.beside_ns == (5, 7, 9, 11)
+    load = Histogram.of([1, 2, 3, 4])
+    assert batch_costs((2, 3), times) == [0, 25, 27, 39, 151]
+    assert total_ns(load, (4,), times) == 4 * 40 + 32
+    assert unpadded_ns(load, times) == 100 + 32
+    assert times.fixed_share(4) == 1 - Fraction(4 * (51 - 27), 2) / 51
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=12),
+    st.lists(st.integers(0, 5), min_size=12, max_size=12),
+)
+def test_what_comes_beside_changes_no_choice(drawn, counts):
+    """It is the same for every list: the same sizes are best, and each list costs that much more."""
+    steps, beside = (tuple(column) for column in zip(*drawn, strict=True))
+    most = len(steps)
+    load = Histogram((0, *counts[: most - 1], 1))
+    whole, bare = StepTimes(steps, beside_ns=beside), StepTimes(steps)
+    more = sum(count * beside[size - 1] for size, count in enumerate(load.steps) if size)
+    for ours, plain in zip(
+        frontier(load, whole, Rules(max_batch_size=most), most_graphs=most).choices,
+        frontier(load, bare, Rules(max_batch_size=most), most_graphs=most).choices,
+        strict=True,
+    ):
+        assert ours.sizes == plain.sizes
+        assert ours.total_ns == plain.total_ns + more == total_ns(load, ours.sizes, whole)
 
 
 def test_a_step_without_a_graph_takes_the_launches_more():
@@ -86,32 +120,6 @@ def test_a_price_by_hand():
     price = Price(graph_bytes=40, kv_token_bytes=4, request_tokens=100, num_running=5)
     assert price.kv_tokens == 10
     assert price.share(affine(8, base_ns=50, row_ns=10)) == Fraction(1, 2) / 10 / 5
-
-
-@pytest.mark.parametrize("times", [MODEL_A, MODEL_B], ids="AB")
-@pytest.mark.parametrize("load", [PEAK_576, bell(140, 20)], ids=["576", "140"])
-def test_a_guarded_list_is_nowhere_worse_than_the_one_beside_it(times, load):
-    """At the same number of graphs; and on the load itself it pads less than half of what that pads."""
-    beside = GENERATORS["+64"](K)
-    rules = Rules(max_batch_size=K, always=(600,), most_padding=Fraction(1, 4), candidates_of=8)
-    made = guarded(load, times, rules, beside=beside)
-    sizes, total = made.choice.sizes, made.choice.total_ns
-    assert len(sizes) <= len(beside)
-    assert {600, K} <= set(sizes)
-    floor, even = unpadded_ns(load, times), total_ns(load, beside, times)
-    assert total == total_ns(load, sizes, times)
-    assert total - floor <= (even - floor) / 2
-    for other in drifted(load, K, octaves=made.octaves):
-        bound = max(Fraction(total_ns(other, beside, times)), (1 + NEGLIGIBLE) * unpadded_ns(other, times))
-        assert total_ns(other, sizes, times) <= bound
-
-
-def test_where_nothing_is_better_the_list_itself_is_the_answer():
-    load = Histogram.of(range(1, 9))
-    times = affine(8, base_ns=10, row_ns=10)
-    beside = tuple(range(1, 9))
-    made = guarded(load, times, Rules(max_batch_size=8), beside=beside)
-    assert made.choice.sizes == beside
 
 
 def test_requests_played_step_by_step():
@@ -184,9 +192,70 @@ def test_traces_of_requests(tmp_path):
     assert read_load(written(tmp_path, "r.jsonl", lines)) == made
 
 
+def test_what_a_bench_kept_is_a_trace_of_requests(tmp_path):
+    """As ``tonnage bench`` writes it: one request that never got a token is left out."""
+    samples = (
+        Sample(id="a", num_input_tokens=9, num_output_tokens=5, arrival_us=0),
+        Sample(id="b", num_input_tokens=9, num_output_tokens=0, arrival_us=1, error="refused"),
+        Sample(id="c", num_input_tokens=9, num_output_tokens=7, arrival_us=2000),
+    )
+    shape = workload("single", num_requests=3)
+    measured_ = Measurement(workload=shape, samples=samples, elapsed_us=3000, num_suspensions=0)
+    text = text_of(bench_document(measured_, make_run(), command=["tonnage", "bench"]))
+    assert read_load(written(tmp_path, "b.json", text)) == (Request(0, 5), Request(2_000_000, 7))
+
+
 def test_step_times_from_a_file(tmp_path):
     path = written(tmp_path, "t.csv", "batch_size,step_us\n1,4000\n8,4100.25\n")
-    assert read_step_times(path) == {1: 4_000_000, 8: 4_100_250}
+    assert read_step_times(path) == StepPoints({1: 4_000_000, 8: 4_100_250})
+
+
+def test_samples_of_step_times(tmp_path):
+    """Rows of one size are samples, in any order; the median of an even number lies between two."""
+    path = written(tmp_path, "t.csv", "batch_size,step_us\n8,5\n1,4\n8,9\n8,6\n8,7\n")
+    assert read_step_times(path) == StepPoints({1: 4_000, 8: 6_500}, told=", medians of 5 samples")
+
+
+APART = {"rows": 3, "bucket": 4, "step_us": 20.5, "graph_us": 15, "head_us": 1, "sampler_us": 1, "host_us": 3.5}
+
+
+def test_steps_taken_apart(tmp_path):
+    """The graph's time by its size, the rest by the rows that were there; samples before the figure made of them."""
+    rows = [
+        APART,
+        {"rows": 8, "bucket": 8, "step_us": 30, "graph_us": 22, "graph_samples_us": [20, 21, 40]},
+        {"rows": 6, "bucket": 8, "step_us": 27, "graph_us": 23},
+    ]
+    found = read_step_times(written(tmp_path, "t.json", json.dumps({"date": "today", "rows": rows})))
+    assert found.graph_ns == {4: 15_000, 8: 22_000}
+    assert found.beside_ns == {3: 5_500, 8: 9_000, 6: 4_000}
+    assert found.told == ", medians of 5 samples; a padded row charged as a sequence"
+
+
+def test_padding_is_charged_as_padding_where_that_was_measured(tmp_path):
+    rows = [APART | {"padded_us": 10}, APART | {"rows": 4, "padded_us": 10, "padded_samples_us": [12, 11, 10]}]
+    found = read_step_times(written(tmp_path, "t.json", json.dumps(rows)))
+    assert found.graph_ns == {4: 10_500}
+    assert found.beside_ns == {3: 10_500, 4: 9_500}
+    assert "padding as in a graph of padding alone" in found.told
+    mixed = read_step_times(written(tmp_path, "t.json", json.dumps([*rows, APART])))
+    assert mixed.graph_ns == {4: 15_000}, "all of it is read one way"
+
+
+def test_a_step_faster_than_its_graph_is_noise(tmp_path):
+    (row,) = json.loads(json.dumps([APART | {"step_us": 14}]))
+    assert read_step_times(written(tmp_path, "t.jsonl", json.dumps(row))).beside_ns == {3: 0}
+
+
+STEP_PARTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-30-h200-step-parts.json"
+
+
+def test_step_times_of_a_card_as_they_are_filed():
+    times = measured(read_step_times(STEP_PARTS), 256, file="parts")
+    for size, step_us in ((1, 5379.2), (32, 6848.2), (256, 18345.1)):
+        assert times.unpadded(size) == round(1000 * step_us)
+    assert times.at(256) == 16_332_000
+    assert times.told.startswith("3 measured sizes")
 
 
 BAD_LOADS = {
@@ -228,7 +297,10 @@ def test_what_cannot_be_read_is_told_with_its_place(tmp_path, name, text):
         ("batch_size\n1\n", "line 2: has no step_us"),
         ("batch_size,step_us\n0,5\n", "is no step"),
         ("batch_size,step_us\n4,0\n", "is no step"),
-        ("batch_size,step_us\n4,5\n4,6\n", "batch size 4 has two step times"),
+        ("rows,bucket,graph_us\n4,4,6\n", "line 2: has no step_us"),
+        ("rows,bucket,graph_us,step_us\n4,0,6,7\n", "line 2: a step of no sequences"),
+        ("rows,graph_us,step_us\n4,6,7\n", "line 2: has no bucket"),
+        ("batch_size,step_us,step_samples_us\n4,6,7\n", "step_samples_us is no array"),
         ("batch_size,step_us\n", "holds no rows"),
     ],
 )

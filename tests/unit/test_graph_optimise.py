@@ -6,16 +6,16 @@ from fractions import Fraction
 from itertools import combinations, pairwise
 
 import pytest
-from graph_loads import BIMODAL, MODEL_A, MODEL_B, PEAK_576, UNIFORM, K, peak
+from graph_loads import BIMODAL, MODEL_A, MODEL_B, PEAK_576, UNIFORM, K, blend, peak
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tonnage.errors import InvalidSetting
-from tonnage.graphs.buckets import GENERATORS
-from tonnage.graphs.histogram import Histogram, blend, prior
+from tonnage.graphs.histogram import Histogram, prior
 from tonnage.graphs.optimise import Rules, frontier
 from tonnage.graphs.price import Price
 from tonnage.graphs.step_times import StepTimes, affine, total_ns, unpadded_ns
+from tonnage.planner.buckets import GENERATORS
 
 MODELS = {"A": MODEL_A, "B": MODEL_B}
 LOADS = {"uniform": UNIFORM, "peak 576": PEAK_576, "bimodal": BIMODAL}

@@ -10,9 +10,8 @@ import pytest
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import InvalidSetting
-from tonnage.hardware import generic_card, host_card
+from tonnage.hardware import generic_card
 from tonnage.planner import check_knobs, plan_without_device, refuse_planned_only, resolve_limits
-from tonnage.planner.graphs import default_sizes, graph_sizes
 from tonnage.units import GiB
 
 LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-3.1-8b")
@@ -20,33 +19,6 @@ LLAMA_8B = ModelConfig.read(Path(__file__).parents[2] / "examples/configs/llama-
 
 def knobs(**asked) -> Knobs:
     return Knobs(**{name: Setting.flag(value, value, f"--{name}") for name, value in asked.items()})
-
-
-def test_the_common_list_of_graphs():
-    assert default_sizes(256) == (1, 2, 4, *range(8, 257, 8))
-    assert len(default_sizes(256)) == 35
-    assert default_sizes(3) == (1, 2, 3)
-    assert default_sizes(300)[-3:] == (272, 288, 300)
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [("none", ()), ("8, 1,4,4", (1, 4, 8)), ("Default", default_sizes(16)), (None, default_sizes(16))],
-)
-def test_graphs_by_their_text(text, sizes):
-    assert graph_sizes(Setting(text), max_batch_size=16, on_host=False) == sizes
-
-
-@pytest.mark.parametrize("text", ["", "1,", "0", "-1", "17", "two", "1;2", "1.5"])
-def test_graphs_refused(text):
-    with pytest.raises(InvalidSetting, match="graphs"):
-        graph_sizes(Setting.flag(text, text, "--graphs"), max_batch_size=16, on_host=False)
-
-
-def test_a_host_has_no_graphs():
-    assert graph_sizes(Setting(), max_batch_size=16, on_host=True) == ()
-    with pytest.raises(InvalidSetting, match="a host captures no graphs"):
-        plan_without_device(LLAMA_8B, card=host_card(64 * GiB), knobs=knobs(graphs="1,2"))
 
 
 def test_fewer_graphs_leave_more_for_the_pool():
@@ -58,9 +30,15 @@ def test_fewer_graphs_leave_more_for_the_pool():
     assert len(set(tokens)) == 3
 
 
+def test_named_graphs_that_end_early_are_told_of():
+    for text, is_told in (("1,2,4", True), ("x2", False), ("none", False), ("1,256", False)):
+        made = plan_without_device(LLAMA_8B, card=generic_card(80 * GiB), knobs=knobs(graphs=text))
+        assert any("graphs end at 4" in told for told in made.warnings) == is_told
+
+
 @pytest.mark.parametrize(
     "asked",
-    [{"state_dtype": "bfloat16"}, {"scratch": "cap"}, {"attended_tokens": 1}, {"graphs": "none"}],
+    [{"state_dtype": "bfloat16"}, {"scratch": "cap"}, {"attended_tokens": 1}],
 )
 def test_the_engine_refuses_what_only_plans_know(asked):
     (name,) = asked

@@ -150,6 +150,11 @@ class Holding:
     def blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_tokens)
 
+    def note_told(self, running: Sequence[Live]) -> None:
+        """Tokens of what was computed may have been told since."""
+        for live in running:
+            self._note(live)
+
     def _note(self, live: Live) -> None:
         first = live.num_held
         self._hold(live)

@@ -36,9 +36,11 @@ class Oracle:
         self._admitted: list[tuple[Live, Live | None]] = []  # since the last step: who, and whom that passed over
         self._texts: dict[str, Text] = {}  # of requests that have not arrived yet
         self._holding = Holding(limits)
+        self._must_have_ended: set[str] = set()  # in the last step, or it would have had a row
         self._was_disturbed = self._had_fault = self._had_suspension = False
         self._careful_steps = 0
-        self._must_move = self._has_moved = self._was_still = False
+        self._must_move = self._has_moved = False
+        self._num_still = 0  # calls in a row that moved nothing
 
     def read(self, entry: Event | Act) -> None:
         if entry.kind != "computed":
@@ -127,6 +129,8 @@ class Oracle:
     def _check_reuse(self, live: Live, cached: int) -> None:
         """All that is found has been computed, and at least what runs with the same beginning is found."""
         text, limits = live.text, self.limits
+        if limits.steps_ahead:
+            self._holding.note_told(self._all("running"))
         if cached > live.known - 1:
             self._break("reuse", f"{live.id} finds {cached} of {live.known} tokens and has none to compute")
         if cached and not (limits.shares and text.may_match):
@@ -202,17 +206,19 @@ class Oracle:
 
     def _on_step(self, _: Act) -> None:
         self._check_admitted()
+        for name in self._must_have_ended & self._live.keys():
+            self._break("idleness", f"step {self._step} leaves the decode of {name} out, and had tokens to spare")
+        self._must_have_ended.clear()
         is_still = self._must_move and not self._has_moved
         if is_still:
             loads = any(live.loads for live in self._live.values())
             is_small = self._careful_steps > 0 and not self.limits.cuts_prompts
             # The engine waits for a load when there is nothing else to do, and then goes on with it.
             # Where steps overlap it may have nothing to launch before one has landed.
-            may_be_still = loads or self.limits.steps_ahead
-            if not is_small and (not may_be_still or self._was_still):
+            if not is_small and self._num_still >= loads + self.limits.steps_ahead:
                 self._break("idleness", f"a step moves nothing while {len(self._live)} requests are there")
         self._must_move = any(live.state != "left" for live in self._live.values())
-        self._was_still, self._has_moved = is_still, False
+        self._num_still, self._has_moved = self._num_still + 1 if is_still else 0, False
         self._was_disturbed = self._had_fault = self._had_suspension = False
         self._careful_steps = max(0, self._careful_steps - 1)
         self._holding.step()
@@ -288,7 +294,10 @@ class Oracle:
         left_out = [live for live in running if live.id not in self._rows and not live.is_complete]
         self._check_loads([live for live in left_out if live.loads and live.id not in new], room, prefill_room)
         left_out = [live for live in left_out if not live.loads]
-        if room > 0 and any(live.decodes for live in left_out):
+        decodes = {live.id for live in left_out if live.decodes}
+        if room > 0 and decodes and self.limits.steps_ahead:
+            self._must_have_ended |= decodes
+        elif room > 0 and decodes:
             self._break("idleness", f"step {self._step} leaves a decode out and has {room} tokens to spare")
         prefills = [live for live in left_out if not live.decodes]
         if prefills and all(self._has_tokens(live, prefill_room) for live in prefills):

@@ -14,6 +14,7 @@ import typer
 
 from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
+from tonnage.config import FITTED_LIST
 from tonnage.errors import InvalidSetting, UserError
 from tonnage.units import parse_bytes, parse_count, parse_fraction
 
@@ -36,7 +37,8 @@ class StepOptions:
     """How long a replayed step takes: measured, or a model."""
 
     step_times: Annotated[
-        opt.Text, opt.option("--step-times", "FILE", "Measured: rows of batch_size and step_us, csv or jsonl.")
+        opt.Text,
+        opt.option("--step-times", "FILE", "Measured: rows of batch_size and step_us, or what step_parts.py files."),
     ] = None
     base_us: Annotated[opt.Text, opt.option("--base-us", "T", "Or a model: a step without its rows (6000).")] = None
     row_us: Annotated[opt.Text, opt.option("--row-us", "T", "What each row adds (6).")] = None
@@ -132,12 +134,15 @@ def buckets(
     steps: StepOptions,
     memory: MemoryOptions,
     as_json: opt.AsJson = False,
+    output: Annotated[opt.Text, opt.option("--output", "FILE", "Also keep it as JSON, which --graphs takes.")] = None,
+    force: opt.Force = False,
 ) -> None:
     """Choose which decode batch sizes get a CUDA graph.
 
     LOAD is a histogram, a trace of steps or one of requests (.csv, .jsonl, .json). Example:
-    tonnage buckets steps.csv --max-batch-size 512 --judge tuesday.csv
+    tonnage buckets steps.csv --max-batch-size 512 --judge tuesday.csv --output sizes.json
     """
+    _check_output(output, force=force)
     most = _most(max_batch_size)
     price = memory.price(most)
     asked = _Asked(
@@ -153,16 +158,7 @@ def buckets(
     )
     with _spinning():
         view = _view(asked)
-    if as_json:
-        from tonnage.report.buckets_table import buckets_text
-
-        print(buckets_text(view), end="")
-        return
-
-    from tonnage.report.buckets_table import show_buckets
-    from tonnage.report.draw import console_for
-
-    show_buckets(view, console_for(sys.stdout))
+    _tell(view, as_json=as_json, output=output, force=force)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,10 +177,10 @@ class _Asked:
 
 
 def _view(asked: _Asked) -> BucketsView:
-    from tonnage.graphs.buckets import GENERATORS
     from tonnage.graphs.optimise import frontier
     from tonnage.graphs.step_times import unpadded_ns
-    from tonnage.report.buckets_table import BESIDE, FITTED, BucketsView, CurvePoint
+    from tonnage.planner.buckets import GENERATORS
+    from tonnage.report.buckets_table import BESIDE, BucketsView, CurvePoint
 
     most = asked.rules.max_batch_size
     lists = {name: make(most) for name, make in GENERATORS.items()}
@@ -194,7 +190,7 @@ def _view(asked: _Asked) -> BucketsView:
     num = _num_graphs(asked, len(beside))
     best = frontier(home, asked.times, asked.rules, most_graphs=max(num or 0, len(beside)))
     chosen, note = _chosen(asked, best, home, beside, num)
-    lists[FITTED] = chosen.sizes
+    lists[FITTED_LIST] = chosen.sizes
     floor = unpadded_ns(home, asked.times)
     share = None if asked.price is None else asked.price.share(asked.times)
     return BucketsView(
@@ -249,11 +245,11 @@ def _chosen(
 
 def _read(path: str, asked: _Asked) -> Histogram:
     """The batches of a load; of requests, those that they lead to under a list chosen for them."""
-    from tonnage.graphs.buckets import GENERATORS
     from tonnage.graphs.histogram import Histogram
     from tonnage.graphs.load_files import read_load
     from tonnage.graphs.optimise import frontier
     from tonnage.graphs.traffic import settled
+    from tonnage.planner.buckets import GENERATORS
 
     found, most = read_load(Path(path)), asked.rules.max_batch_size
     if isinstance(found, Histogram):
@@ -299,6 +295,31 @@ def _ppm(share: Fraction) -> int:
     return round(share * 10**6)
 
 
+def _check_output(output: str | None, *, force: bool) -> None:
+    """By its ending ``--graphs`` knows a file from a list. Raises ``InvalidSetting``, and ``UserError`` for a file that
+    cannot be written."""
+    from tonnage.report import check_writable
+
+    if output is None:
+        return
+    if not output.lower().endswith(".json"):
+        raise InvalidSetting("--output", output, "a file for --graphs ends in .json", remedy=f"write {output}.json")
+    check_writable(output, force=force, flag="--output")
+
+
+def _tell(view: BucketsView, *, as_json: bool, output: str | None, force: bool) -> None:
+    from tonnage.report import write_file
+    from tonnage.report.buckets_table import buckets_text, show_buckets
+    from tonnage.report.draw import console_for
+
+    if output is not None:
+        write_file(output, buckets_text(view), force=force, flag="--output")
+    if as_json:
+        print(buckets_text(view), end="")
+    else:
+        show_buckets(view, console_for(sys.stdout))
+
+
 def _most(text: str | None) -> int:
     from tonnage.graphs.load_files import MOST_SEQUENCES
 
@@ -310,8 +331,8 @@ def _most(text: str | None) -> int:
 
 def _rules(most: int, always: str | None, most_padding: str | None, price: Price | None) -> Rules:
     """Where memory binds the load sits at the batch that it allows, so that has a graph."""
-    from tonnage.graphs.buckets import read_sizes
     from tonnage.graphs.optimise import Rules
+    from tonnage.planner.graphs import read_sizes
 
     sizes = () if always is None else read_sizes(always, max_batch_size=most, knob="--always")
     is_free = most_padding is not None and most_padding.strip().lower() == "none"

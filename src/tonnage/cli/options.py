@@ -59,6 +59,14 @@ class PoolOptions:
         None
     )
     block_tokens: Annotated[Text, option("--block-tokens", "N", "Tokens in one KV block (default 16).")] = None
+    graphs: Annotated[
+        Text,
+        option(
+            "--graphs",
+            "SIZES",
+            "Batch sizes with a CUDA graph: none, default, x2, +64, +8, 1,2,4,8, or a file of tonnage buckets.",
+        ),
+    ] = None
     host_kv_bytes: Annotated[
         Text, option("--host-kv-bytes", "SIZE", "Host memory for evicted blocks, beside the device (default none).")
     ] = None
@@ -75,6 +83,7 @@ class PoolOptions:
     def knobs(self, *, admission: Setting[str] = Setting()) -> Knobs:
         """Raises ``InvalidSetting`` for the first text that cannot be read. Only ``keep_free_bytes`` may be 0."""
         from tonnage.costs.dtypes import parse_dtype
+        from tonnage.planner.graphs import read_graphs
 
         return Knobs(
             total_bytes=setting(self.total_bytes, "--total-bytes", parse_bytes),
@@ -84,6 +93,7 @@ class PoolOptions:
             kv_tokens=setting(self.kv_tokens, "--kv-tokens", parse_count),
             kv_dtype=setting(self.kv_dtype, "--kv-dtype", parse_dtype),
             block_tokens=setting(self.block_tokens, "--block-tokens", parse_count),
+            graphs=setting(self.graphs, "--graphs", read_graphs),
             host_kv_bytes=setting(self.host_kv_bytes, "--host-kv-bytes", parse_bytes),
             admission=admission,
         )

@@ -34,9 +34,6 @@ class FeatureOptions:
         Text, option("--attention", "NAME", "Attention backend whose scratch is planned (default sdpa).")
     ] = None
     state_dtype: Annotated[Text, option("--state-dtype", "NAME", "Dtype of recurrent states.")] = None
-    graphs: Annotated[
-        Text, option("--graphs", "SIZES", "Batch sizes with a CUDA graph: none, default, or 1,2,4,8.")
-    ] = None
     scratch: Annotated[
         Text, option("--scratch", "POLICY", "Scratch that grows with attended tokens: cap (default) or reserve.")
     ] = None
@@ -78,7 +75,6 @@ class FeatureOptions:
         return replace(
             pool.knobs(),
             state_dtype=setting(self.state_dtype, "--state-dtype", parse_dtype),
-            graphs=_as_typed(self.graphs, "--graphs"),
             scratch=_as_typed(self.scratch, "--scratch"),
             attended_tokens=setting(self.attended_tokens, "--attended-tokens", parse_count),
             disabled_claims=frozenset(self.without or ()),

@@ -20,7 +20,7 @@ from tonnage.engine.refusals import refuse_impossible
 from tonnage.engine.request import Completion, Finish, OnDelta, Progress, Request, prompt_ids
 from tonnage.engine.retry import Care, Failed, told
 from tonnage.engine.runtime import Runtime
-from tonnage.engine.scheduler import MustLand, Scheduler
+from tonnage.engine.scheduler import Scheduler
 from tonnage.engine.text import Message, Text
 from tonnage.errors import InputError, RequestRefused, TransferFailed, UserError
 from tonnage.report import RunResult, StageRecord
@@ -28,7 +28,7 @@ from tonnage.resources.cache_events import OnEvents
 from tonnage.resources.gate import Gate
 from tonnage.resources.pins import PinHandle
 from tonnage.sampling import SamplingParams
-from tonnage.step import Txn, Veto
+from tonnage.step import MustLand, Txn, Veto
 from tonnage.terms import MemoryPlan
 
 #: Time between two looks at the process's memory, which also make the heap give back what it keeps: a few milliseconds.

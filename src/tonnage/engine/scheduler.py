@@ -16,7 +16,7 @@ sequence is never suspended, so it finishes, and then the next one is the oldest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -34,12 +34,8 @@ from tonnage.resources.base import Deferral
 from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.gate import Chunk, Gate, Room, Rows
 from tonnage.resources.slots import SlotManager
-from tonnage.step import Ints, StepPlan, Txn
+from tonnage.step import Ints, MustLand, StepPlan, Txn
 from tonnage.units import round_down
-
-
-class MustLand(Exception):
-    """Somebody must give memory up while steps are under way: what they draw would be lost. They are to land first."""
 
 
 class Scheduler:
@@ -64,21 +60,19 @@ class Scheduler:
         on_event: Callable[[EventKind, Request], None] = lambda *_: None,
     ) -> None:
         self.batch = Batch(slots.capacity())
-        self.num_suspensions = 0
         #: Whose admission is under way: to blame if it raises.
         self.admitting: Request | None = None
         self._put_off: Request | None = None
         self._is_ahead = False
         self._dispatcher, self._slots, self._admission, self._gate = dispatcher, slots, admission, gate
         self._max_num_tokens, self._block_tokens, self._chunking = max_num_tokens, block_tokens, chunking
-        self._memory_managers = memory_managers
-        self._on_event = on_event
+        self._memory_managers, self._on_event = memory_managers, on_event
         self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
         # A decode computes one token and draws one; no encoder runs for it.
         self._ones, self._zeros = np.ones(slots.capacity(), np.int64), np.zeros(slots.capacity(), np.int64)
-        self._num_arrived = self._num_deferrals = self._next_step = 0
+        self.num_suspensions = self._num_arrived = self._num_deferrals = self._next_step = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -131,6 +125,11 @@ class Scheduler:
             self._admission.suspended()  # so that it does not let in too many again at once
             self._requeue(request_id).waited = True
 
+    def suspend_all(self) -> None:
+        """Every running request gives its memory up and waits for its turn. No step is under way."""
+        for request_id in list(self._running):
+            self._requeue(request_id)
+
     def give_up_loading(self, request_id: str) -> None:
         """What the cache holds of a request did not come: it waits for its turn again and computes all by itself."""
         if request_id in self._loading:
@@ -180,8 +179,8 @@ class Scheduler:
         """The next step, of at most ``max_tokens`` where that is less than the limit; None if nothing can be computed,
         though somebody who loads may have been admitted. ``is_ahead``: steps before it have not landed.
 
-        Suspensions are complete in themselves and stay when ``txn`` is rolled back; admissions do not.
-        Raises ``MustLand`` where there would be suspensions ahead of steps.
+        Suspensions are complete in themselves and stay when ``txn`` is rolled back; admissions do not. None are made
+        ahead of steps: raises ``MustLand``.
         """
         self.admitting = self._put_off = None
         self._is_ahead = is_ahead
@@ -286,7 +285,7 @@ class Scheduler:
         assert request is not None
         return request
 
-    # -- memory --------------------------------------------------------------------------------------------------
+    # -- memory
 
     def _make_room(self, rows: Picked) -> Picked:
         """Suspend until what is left of the step finds its blocks."""
@@ -297,7 +296,7 @@ class Scheduler:
                 break
             if self._is_ahead:
                 raise MustLand
-            victim = next(self._victims(), None)
+            victim = self._victim()
             if victim is None:
                 return self._alone_and_short(rows, short)
             slot = victim.slot
@@ -315,11 +314,11 @@ class Scheduler:
             raise held_back(oldest, short, "needs another")
         return rows.without(oldest.slot)
 
-    def _victims(self) -> Iterator[Request]:
-        """The lowest priority first, of equal ones the youngest; the oldest of all is spared."""
+    def _victim(self) -> Request | None:
+        """The lowest priority, of equal ones the youngest; the oldest of all is spared."""
         oldest = self._oldest()
         others = (request for request in self._running.values() if request is not oldest)
-        return iter(sorted(others, key=lambda request: (request.priority, -request.arrival)))
+        return min(others, key=lambda request: (request.priority, -request.arrival), default=None)
 
     def _admit(self, rows: Picked, room: Room, txn: Txn, *, above: int | None = None) -> Picked:
         """Let in who waits, in turn, while the step has tokens for a chunk; only priorities ``above``, if given."""

@@ -14,6 +14,7 @@ from tonnage.config import Knobs, LimitKnobs, Origin, Setting, parse_admission
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 from tonnage.engine.options import AUTO, EngineOptions
 from tonnage.errors import InvalidSetting
+from tonnage.planner.graphs import read_graphs
 from tonnage.units import parse_bytes, parse_count, parse_fraction
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Options(TypedDict, total=False):
     attention         the attention backend, or "auto"
     admission         "optimistic" or "reserve_all"
     chunk_tokens      prefill tokens in one step at most, or "none": prompts are not cut
+    graphs            on a card, batch sizes with a CUDA graph: "none", "default", "x2", "+64", "+8", "1,2,4,8", or a
+                      file that ``tonnage buckets --output`` wrote
     host_kv_bytes     host memory for evicted blocks, beside the device
     prefix_caching    False: nothing is used again for texts that begin alike
     fence             False: the cap on the host is watched and not enforced, for a process with other large things
@@ -63,6 +66,7 @@ class Options(TypedDict, total=False):
     attention: str | None
     admission: str | None
     chunk_tokens: Count
+    graphs: str | None
     host_kv_bytes: Size
     prefix_caching: bool | None
     fence: bool | None
@@ -79,6 +83,7 @@ _KNOBS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "kv_dtype": parse_dtype,
         "block_tokens": parse_count,
         "admission": parse_admission,
+        "graphs": read_graphs,
     }
 )
 _LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens")

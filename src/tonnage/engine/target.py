@@ -36,6 +36,7 @@ from tonnage.planner import (
     refuse_planned_only,
     resolve_limits,
 )
+from tonnage.planner.graphs import DEFAULT, NONE, read_graphs
 from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
 from tonnage.units import ceil_div, format_bytes
 
@@ -71,13 +72,11 @@ class Target:
         check_knobs(options.knobs)
         check_backend(options.attention_backend)
         captures = options.device_kind == "cuda" and options.attention_backend in CAPTURING
-        obeyed = frozenset({"graphs"}) if captures else frozenset()
-        refuse_planned_only(options.knobs, options.limit_knobs, obeyed=obeyed)
+        refuse_planned_only(options.knobs, options.limit_knobs)
         if options.reference is not None:
             refuse_own_money(options.knobs)
         if options.device_kind == "cuda" and not captures:
-            # Steps are launched kernel by kernel: nothing is set aside for graphs.
-            options = replace(options, knobs=replace(options.knobs, graphs=Setting("none", "none")))
+            options = _without_graphs(options)
         folder = model_folder(options.model, needs_weights=not options.random_weights)
         rank = Rank(device=options.ordinal)
         config = ModelConfig.read(folder, name=_shown_name(options.model))
@@ -229,6 +228,20 @@ def _shown_name(model: str) -> str:
     if Path(model).expanduser().exists():
         return ""
     return EMBEDDED[model.lower()][1] if model.lower() in EMBEDDED else model
+
+
+def _without_graphs(options: EngineOptions) -> EngineOptions:
+    """On a card, with a backend whose steps are launched kernel by kernel: nothing is set aside for graphs. Raises
+    ``InvalidSetting`` where some were asked for."""
+    asked = options.knobs.graphs
+    if asked.value is not None and read_graphs(asked.value) not in (NONE, DEFAULT):
+        raise InvalidSetting(
+            "graphs",
+            asked.text or asked.value,
+            f"decodes of attention backend {options.attention_backend!r} are not captured",
+            remedy=f"choose attention {' or '.join(CAPTURING)}, or leave graphs out",
+        )
+    return replace(options, knobs=replace(options.knobs, graphs=Setting(NONE, NONE)))
 
 
 def _require_same_dtype(kv: KVLayout, dtype: str, *, backend: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from math import lcm
 
 #: Steps that the prior stands for at batch size 1; a size has this over itself.
 _PRIOR_STEPS = 10**6
@@ -88,19 +87,3 @@ def _clamp(size: int, most: int) -> int:
 def prior(most: int) -> Histogram:
     """Weight ``1/b`` for each size up to ``most``: every octave of sizes alike, where nothing is known."""
     return Histogram((0, *(_PRIOR_STEPS // size for size in range(1, most + 1))))
-
-
-def blend(parts: Sequence[tuple[Histogram, Fraction]]) -> Histogram:
-    """Several histograms as one, each with its share of the steps whatever it counted. Shares at least 0, not all 0.
-
-    Exact: counts are brought to one common multiple.
-    """
-    weights = [Fraction(share) / part.num_steps for part, share in parts]
-    scale = lcm(*(weight.denominator for weight in weights))
-    most = max(len(part.steps) for part, _ in parts)
-    steps = [0] * most
-    for (part, _), weight in zip(parts, weights, strict=True):
-        factor = int(weight * scale)
-        for size, count in enumerate(part.steps):
-            steps[size] += factor * count
-    return Histogram(tuple(steps))

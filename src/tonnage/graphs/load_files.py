@@ -4,9 +4,14 @@ Rows are objects of a ``.jsonl`` or ``.json`` array, or lines of a ``.csv`` with
 
     batch_size [, count]            steps: one, or that many, of so many sequences
     arrival_us, output_tokens       a request: when it arrives, how long its output is
-    batch_size, step_us             a measured step time
+    batch_size, step_us             a measured step; several of one size are samples, of which the median counts
+    rows, bucket, step_us, graph_us [, padded_us]
+                                    a step taken apart, as ``benchmarks/step_parts.py`` files it: ``rows`` sequences in
+                                    a graph of ``bucket``, the replay of that, and one of padding alone; samples of the
+                                    last two under graph_samples_us and padded_samples_us
 
-A ``.json`` object is a histogram: sizes to counts, by itself or under "counts". Keys beside these are passed over.
+A ``.json`` object has rows under "rows", is what ``tonnage bench --output`` kept (its requests), or a histogram: sizes
+to counts, by itself or under "counts". Keys beside these are passed over.
 """
 
 from __future__ import annotations
@@ -14,15 +19,20 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 from tonnage.errors import InputError
 from tonnage.graphs.histogram import Histogram
+from tonnage.graphs.step_times import StepPoints
 from tonnage.graphs.traffic import Request
 
+#: Of files that ``tonnage bench`` writes; a room above this one, which this one may not import.
+BENCH_SCHEMA = "tonnage.bench/1"
 REMEDY = "see docs/graph-buckets.md for the files that are read"
 #: Larger than any batch, count, length or time here; a guard against a typing error that would fill the memory.
 MOST_SEQUENCES, MOST_NUMBER = 2**16, 2**53
@@ -47,19 +57,70 @@ def read_load(path: Path) -> Histogram | tuple[Request, ...]:
     return requests
 
 
-def read_step_times(path: Path) -> dict[int, int]:
-    """From batch size to nanoseconds. Raises ``InputError`` naming file and line."""
-    points: dict[int, int] = {}
-    for where, row in _rows(path):
-        size = _whole(path, where, row, "batch_size", most=MOST_SEQUENCES)
-        step_ns = round(_number(path, where, row, "step_us") * 1000)
-        if size == 0 or step_ns == 0:
-            _fail(path, f"{where}: a batch of {size} that takes {step_ns} ns is no step")
-        if points.setdefault(size, step_ns) != step_ns:
-            _fail(path, f"{where}: batch size {size} has two step times")
-    if not points:
+def read_step_times(path: Path) -> StepPoints:
+    """Medians of what was measured. Raises ``InputError`` naming file and line.
+
+    Of a step taken apart, the graph's own time is that of padding alone, and the rest of the whole step is its rows'.
+    Without such a replay every padded row is charged as a sequence, and ``told`` says so.
+    """
+    rows = list(_rows(path))
+    if not rows:
         _fail(path, "holds no rows")
-    return points
+    is_apart = [row.get("graph_us") is not None for _, row in rows]
+    if not any(is_apart):
+        steps = _medians(
+            (_size(path, where, row, "batch_size"), _times(path, where, row, "step")) for where, row in rows
+        )
+        return StepPoints(steps.values_ns, told=steps.told)
+    part = "padded" if all(row.get("padded_us") is not None for _, row in rows) else "graph"
+    graphs = _medians((_size(path, where, row, "bucket"), _times(path, where, row, part)) for where, row in rows)
+    rest = _medians((_size(path, where, row, "rows"), _rest(path, where, row, part)) for where, row in rows)
+    how = "; padding as in a graph of padding alone" if part == "padded" else "; a padded row charged as a sequence"
+    return StepPoints(graphs.values_ns, rest.values_ns, graphs.told + how)
+
+
+@dataclass(frozen=True, slots=True)
+class _Medians:
+    values_ns: dict[int, int]
+    told: str
+
+
+def _medians(found: Iterable[tuple[int, list[int]]]) -> _Medians:
+    """By size the median of its samples, and how many those were in all, unless each size has one."""
+    samples: dict[int, list[int]] = {}
+    for size, times in found:
+        samples.setdefault(size, []).extend(times)
+    num = sum(map(len, samples.values()))
+    told = "" if num == len(samples) else f", medians of {num:,} samples"
+    return _Medians({size: round(median(times)) for size, times in samples.items()}, told)
+
+
+def _times(path: Path, where: str, row: Row, part: str) -> list[int]:
+    """Nanoseconds of a part of a step: its samples, or the one figure there is."""
+    samples = row.get(f"{part}_samples_us")
+    if samples is None:
+        times = [_number(path, where, row, f"{part}_us")]
+    elif isinstance(samples, list) and samples:
+        times = [_number(path, where, {f"{part}_samples_us": each}, f"{part}_samples_us") for each in samples]
+    else:
+        _fail(path, f"{where}: {part}_samples_us is no array of numbers")
+    found = [round(each * 1000) for each in times]
+    if min(found) == 0:
+        _fail(path, f"{where}: a step that takes 0 ns is no step")
+    return found
+
+
+def _rest(path: Path, where: str, row: Row, part: str) -> list[int]:
+    """Nanoseconds of the whole step beside its graph's own time; noise does not make it less than nothing."""
+    (whole,) = _times(path, where, {"step_us": row.get("step_us")}, "step")
+    return [max(0, round(whole - median(_times(path, where, row, part))))]
+
+
+def _size(path: Path, where: str, row: Row, key: str) -> int:
+    size = _whole(path, where, row, key, most=MOST_SEQUENCES)
+    if size == 0:
+        _fail(path, f"{where}: a step of no sequences is no step")
+    return size
 
 
 def _histogram(path: Path, rows: list[tuple[str, Row]]) -> Histogram:
@@ -91,7 +152,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
             if line.strip():
                 yield f"line {number}", _object(path, f"line {number}", _json(path, line, f"line {number}"))
     elif path.suffix == ".json":
-        document = _json(path, text, "")
+        document = _listed(_json(path, text, ""))
         if isinstance(document, dict):
             counts = document.get("counts", {k: v for k, v in document.items() if k != "schema"})
             for size, count in _object(path, "counts", counts).items():
@@ -103,6 +164,17 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
             _fail(path, "holds neither an object nor an array")
     else:
         _fail(path, f"ends in {path.suffix!r}", need=".csv, .jsonl or .json")
+
+
+def _listed(document: object) -> object:
+    """The rows of a file that is more than its rows; anything else as it is. A request of ``tonnage bench`` that failed
+    before its first token was never decoded."""
+    if not isinstance(document, dict):
+        return document
+    if document.get("schema") == BENCH_SCHEMA and isinstance(document.get("samples"), list):
+        samples = [each for each in document["samples"] if isinstance(each, dict) and each.get("num_output_tokens")]
+        return [{**each, "output_tokens": each["num_output_tokens"]} for each in samples]
+    return document["rows"] if isinstance(document.get("rows"), list) else document
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:

@@ -2,11 +2,12 @@
 
     J(S) = sum over b of h(b) t(next_S(b))
 
-with ``h`` the steps seen of each size and ``t`` the running minimum of the step times. Sizes are taken in ascending
-order; a graph of ``j`` after one of ``i`` serves the steps of ``i + 1 .. j`` at ``t(j) (H(j) - H(i))``, ``H`` being the
-running sum of ``h``. ``t`` never falls, so these costs satisfy the quadrangle inequality: the best left neighbour of
-``j`` never moves left as ``j`` grows, each layer is divide and conquer, all of them O(n K log K), and ``J*(n)`` is
-convex. A limit on padding and sizes that must be there forbid segments that reach too far; that keeps the inequality.
+with ``h`` the steps seen of each size and ``t`` the running minimum of the graphs' times; what a step takes beside its
+graph is the same for every list, and is added at the end. Sizes are taken in ascending order; a graph of ``j`` after
+one of ``i`` serves the steps of ``i + 1 .. j`` at ``t(j) (H(j) - H(i))``, ``H`` being the running sum of ``h``. ``t``
+never falls, so these costs satisfy the quadrangle inequality: the best left neighbour of ``j`` never moves left as
+``j`` grows, each layer is divide and conquer, all of them O(n K log K), and ``J*(n)`` is convex. A limit on padding and
+sizes that must be there forbid segments that reach too far; that keeps the inequality.
 Whole numbers throughout.
 """
 
@@ -20,7 +21,7 @@ from itertools import pairwise
 
 from tonnage.errors import InvalidSetting
 from tonnage.graphs.histogram import Histogram
-from tonnage.graphs.step_times import StepTimes
+from tonnage.graphs.step_times import StepTimes, beside_total_ns
 from tonnage.units import round_up
 
 
@@ -94,9 +95,10 @@ def frontier(histogram: Histogram, times: StepTimes, rules: Rules, *, most_graph
     costs = [0, *(times.least(size) for size in sizes[1:])]
     lows = _lows(sizes, times, rules)
     layer, parents, choices = _first(steps, costs, lows), [[0] * len(sizes)], []
+    beside = beside_total_ns(histogram, times)
     while True:
         if len(layer) == len(sizes):
-            choices.append(Choice(_walk(sizes, parents), layer[-1]))
+            choices.append(Choice(_walk(sizes, parents), layer[-1] + beside))
         num = len(parents) + 1
         if num == len(sizes) or (choices and num > most_graphs):
             return Frontier(tuple(choices))

@@ -8,20 +8,23 @@ others live in what it left.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from tonnage.config import Limits
+from tonnage.graphs.extra_inputs import ExtraInput, ExtraInputs, Value
 from tonnage.graphs.token_feed import TokenFeed
+from tonnage.planner.buckets import round_up
 from tonnage.step import Ints
 from tonnage.terms import StepShape
 from tonnage.workspace import ScratchArena
 
-#: (token ids [1, n], positions [1, n], the backend's step) -> last hidden states [n, H].
-Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+#: (token ids [1, n], positions [1, n], the backend's step, extra inputs by name) -> last hidden states [n, H].
+Forward: TypeAlias = Callable[..., torch.Tensor]
+_NOTHING: Mapping[str, Value] = MappingProxyType({})
 
 
 class Decodes(Protocol):
@@ -47,6 +50,7 @@ class DecodeGraphs:
     decodes that found none.
 
     Addresses are those of ``scratch``, of ``feed`` and of tensors made here: none may move while there are graphs.
+    ``extra_inputs`` are keywords of the forward beside ids and positions.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class DecodeGraphs:
         sizes: Sequence[int],
         limits: Limits,
         device: torch.device,
+        extra_inputs: Sequence[ExtraInput] = (),
     ) -> None:
         self.sizes = tuple(sorted(set(sizes)))
         self.num_replays = dict.fromkeys(self.sizes, 0)
@@ -67,6 +72,7 @@ class DecodeGraphs:
         self._feed = feed
         self._max_seq_len = limits.max_seq_len
         self._inputs = backend.static_inputs(limits)
+        self._extra = ExtraInputs(extra_inputs, max_rows=self.sizes[-1], device=device)
         self._hidden: torch.Tensor | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -94,14 +100,14 @@ class DecodeGraphs:
     def bucket(self, num_rows: int) -> int | None:
         """The smallest bucket that holds so many rows; None where none does, or nothing is captured: that step runs
         without a graph, and is counted."""
-        at = bisect.bisect_left(self.sizes, num_rows)
-        if at < len(self.sizes) and self._graphs:
-            return self.sizes[at]
-        self.num_eager += 1
-        return None
+        size = round_up(self.sizes, num_rows) if self._graphs else None
+        self.num_eager += size is None
+        return size
 
-    def replay(self, size: int, ids: Ints, rows: Decodes) -> torch.Tensor:
-        """Last hidden states [rows, H] of a step of decodes; good until the next replay."""
+    def replay(self, size: int, ids: Ints, rows: Decodes, *, extra: Mapping[str, Value] = _NOTHING) -> torch.Tensor:
+        """Last hidden states [rows, H] of a step of decodes; good until the next replay. ``extra``: of every input that
+        was declared, [rows, ...]; raises ``GraphInputError`` for anything else."""
+        self._extra.load(extra, num_rows=len(rows), size=size)
         self._feed.load(ids, rows.starts, rows.slots)
         self._backend.load(self._inputs, rows, size)
         self._graphs[size].replay()
@@ -121,7 +127,7 @@ class DecodeGraphs:
         ids, positions = self._feed.ids(size)[None], self._feed.positions[:size][None]
         with self._scratch.step(self._shape(size)) as scratch:
             step = self._backend.captured(self._inputs, size, scratch)
-            hidden = self._forward(ids, positions, step)
+            hidden = self._forward(ids, positions, step, **self._extra.views(size))
         if self._hidden is None:
             self._hidden = hidden.new_empty((self.sizes[-1], hidden.shape[-1]))
         self._hidden[:size].copy_(hidden)

@@ -1,6 +1,11 @@
 """How long a replayed decode step takes at each batch size: a model, or points that were measured.
 
-Between two measured points the time is interpolated linearly and rounded up to a nanosecond; below the first it is the
+A step has two parts. The graph's own time is that of its size, whoever is in it: weights are read and matrices are
+multiplied for padding as for sequences. What comes beside it is that of the sequences that are really there: their keys
+and values are read, their tokens chosen; padding takes no part in that. Only the first part makes padding dear, and
+where both are known as one, every padded row is charged as if it were a sequence.
+
+Between two measured points a time is interpolated linearly and rounded up to a nanosecond; below the first it is the
 first's, which padding always reaches; above the last nothing is known, so asking for it is an error. Points within one
 tile of a kernel should therefore be measured at both its ends.
 
@@ -25,8 +30,9 @@ from tonnage.units import ceil_div, round_up
 class StepTimes:
     """Times in nanoseconds for batch sizes 1 to ``max_batch_size``.
 
-    step_ns         [b - 1] a replay of the graph of ``b``, un-padded
+    step_ns         [b - 1] a replay of the graph of ``b``
     eager_extra_ns  what a step without a graph takes more, at any size: its launches, one by one, by the host
+    beside_ns       [b - 1] what a step of ``b`` sequences takes beside its graph, however far it is padded; empty: 0
     told            where the times are from, for a person
     least_ns        [b - 1] the fastest graph that a step of ``b`` could replay
     """
@@ -34,12 +40,16 @@ class StepTimes:
     step_ns: tuple[int, ...]
     eager_extra_ns: int = 0
     told: str = ""
+    beside_ns: tuple[int, ...] = ()
     least_ns: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.step_ns
         assert min(self.step_ns) > 0
         assert self.eager_extra_ns >= 0
+        assert min(self.beside_ns, default=0) >= 0
+        object.__setattr__(self, "beside_ns", self.beside_ns or (0,) * len(self.step_ns))
+        assert len(self.beside_ns) == len(self.step_ns)
         object.__setattr__(self, "least_ns", tuple(accumulate(reversed(self.step_ns), min))[::-1])
 
     @property
@@ -53,8 +63,16 @@ class StepTimes:
     def least(self, batch_size: int) -> int:
         return self.least_ns[batch_size - 1]
 
+    def beside(self, batch_size: int) -> int:
+        return self.beside_ns[batch_size - 1]
+
+    def unpadded(self, batch_size: int) -> int:
+        """A whole step, with a graph for every size."""
+        return self.least(batch_size) + self.beside(batch_size)
+
     def eager(self, batch_size: int) -> int:
-        return self.at(batch_size) + self.eager_extra_ns
+        """A whole step without a graph."""
+        return self.at(batch_size) + self.eager_extra_ns + self.beside(batch_size)
 
     def edges(self) -> tuple[int, ...]:
         """Sizes worth a graph: the last ones before the time rises. No other size is faster, or pads less time."""
@@ -75,8 +93,8 @@ class StepTimes:
         half = ceil_div(batch_size, 2)
         if half == batch_size:
             return Fraction(1)
-        here = self.least(batch_size)
-        rise = Fraction(here - self.least(half), batch_size - half)
+        here = self.unpadded(batch_size)
+        rise = Fraction(here - self.unpadded(half), batch_size - half)
         return min(Fraction(1), max(Fraction(0), 1 - batch_size * rise / here))
 
 
@@ -88,9 +106,28 @@ def affine(max_batch_size: int, *, base_ns: int, row_ns: int, tile_rows: int = 1
     return StepTimes(steps, eager_extra_ns, told)
 
 
-def measured(points: Mapping[int, int], max_batch_size: int, *, file: str, eager_extra_ns: int = 0) -> StepTimes:
-    """Points from batch size to nanoseconds, completed by the rule above. Raises ``InputError`` naming ``file``
-    for points that end below ``max_batch_size``: what lies beyond them is not guessed."""
+@dataclass(frozen=True, slots=True)
+class StepPoints:
+    """What was measured: nanoseconds of a graph by its size, and of what comes beside it by sequences that are there.
+
+    told  how, for a person
+    """
+
+    graph_ns: Mapping[int, int]
+    beside_ns: Mapping[int, int] = field(default_factory=dict)
+    told: str = ""
+
+
+def measured(points: StepPoints, max_batch_size: int, *, file: str, eager_extra_ns: int = 0) -> StepTimes:
+    """Measured points, completed by the rule above. Raises ``InputError`` naming ``file`` for points that end below
+    ``max_batch_size``: what lies beyond them is not guessed."""
+    steps = _completed(points.graph_ns, max_batch_size, file)
+    beside = _completed(points.beside_ns, max_batch_size, file) if points.beside_ns else ()
+    told = f"{len(points.graph_ns)} measured sizes, straight lines between{points.told}"
+    return StepTimes(steps, eager_extra_ns, told, beside)
+
+
+def _completed(points: Mapping[int, int], max_batch_size: int, file: str) -> tuple[int, ...]:
     sizes = sorted(points)
     if not sizes or sizes[-1] < max_batch_size:
         last = f"end at batch size {sizes[-1]}" if sizes else "are none"
@@ -99,8 +136,7 @@ def measured(points: Mapping[int, int], max_batch_size: int, *, file: str, eager
             value=file,
             remedy=f"measure a step of {max_batch_size} too, or lower --max-batch-size",
         )
-    steps = tuple(_interpolated(points, sizes, max_batch_size))
-    return StepTimes(steps, eager_extra_ns, f"{len(sizes)} measured sizes, straight lines between")
+    return tuple(_interpolated(points, sizes, max_batch_size))
 
 
 def _interpolated(points: Mapping[int, int], sizes: Sequence[int], max_batch_size: int) -> list[int]:
@@ -112,14 +148,14 @@ def _interpolated(points: Mapping[int, int], sizes: Sequence[int], max_batch_siz
 
 
 def batch_costs(sizes: Sequence[int], times: StepTimes) -> list[int]:
-    """[b] nanoseconds of a step of ``b``: of the fastest of ``sizes`` that holds it, or eager. [0] is 0.
+    """[b] nanoseconds of a whole step of ``b``: with the fastest of ``sizes`` that holds it, or eager. [0] is 0.
 
     ``sizes`` ascending, none above ``times.max_batch_size``.
     """
     fastest = list(accumulate((times.at(size) for size in reversed(sizes)), min))[::-1]
     costs = [0]
     for size, cost in zip(sizes, fastest, strict=True):
-        costs += [cost] * (size + 1 - len(costs))
+        costs += [cost + beside for beside in times.beside_ns[len(costs) - 1 : size]]
     return [*costs, *map(times.eager, range(len(costs), times.max_batch_size + 1))]
 
 
@@ -133,4 +169,9 @@ def total_ns(histogram: Histogram, sizes: Sequence[int], times: StepTimes) -> in
 
 def unpadded_ns(histogram: Histogram, times: StepTimes) -> int:
     """What J is with a graph for every size: nothing can be lower."""
-    return sum(count * times.least(size) for size, count in enumerate(histogram.steps) if count)
+    return sum(count * times.unpadded(size) for size, count in enumerate(histogram.steps) if count)
+
+
+def beside_total_ns(histogram: Histogram, times: StepTimes) -> int:
+    """The part of J that no list of sizes changes, where every step has a graph."""
+    return sum(count * times.beside(size) for size, count in enumerate(histogram.steps) if count)

@@ -102,6 +102,16 @@ def graph_config(text: str, knob: str) -> str | None:
     return "none"
 
 
+def graph_mode(text: str, knob: str) -> str | None:
+    """Which steps vLLM captures: none, or those of decodes, which is what we do anyway."""
+    mode = text.strip().lower()
+    if mode not in ("none", "full_decode_only"):
+        raise InvalidSetting(
+            knob, text, "only steps of decodes have graphs here", remedy="write FULL_DECODE_ONLY, or NONE"
+        )
+    return "none" if mode == "none" else None
+
+
 def batch_sizes(text: str, knob: str) -> str | None:
     """A list of batch sizes, with or without brackets, between commas or spaces."""
     parts = [part for part in re.split(r"[\s,]+", text.strip().strip("[]()")) if part]

@@ -59,6 +59,8 @@ class PeerKnob:
         return f"{self.engine.name}:{self.name}"
 
 
+#: Why graphs of prompts are no knob here.
+PIECES = "only steps of decodes have graphs here; those of prompts would need a memory pool and a line of their own"
 #: Why a number of ranks is no knob of the budget.
 RANKS = "it splits the model and not the money of one rank"
 
@@ -90,6 +92,7 @@ def _vllm() -> tuple[PeerKnob, ...]:
         row("cudagraph_capture_sizes", "graphs",
             "vLLM captures mixed batches too; here only decode batches have graphs", read=read.batch_sizes,
             aliases=("cuda_graph_sizes",)),
+        row("cudagraph_mode", "graphs", read=read.graph_mode),
         row("max_loras", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
         row("enable_prefix_caching", "prefix_caching", read=read.switch_on, is_switch=True),
@@ -121,6 +124,7 @@ def _sglang() -> tuple[PeerKnob, ...]:
         row("kv_cache_dtype", "kv_dtype", read=read.dtype),
         row("disable_cuda_graph", "graphs", read=read.eager, is_switch=True),
         row("cuda_graph_bs", "graphs", read=read.batch_sizes),
+        row("enable_piecewise_cuda_graph", differs=PIECES, aliases=("enforce_piecewise_cuda_graph",)),
         row("max_loras_per_batch", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
         row("disable_radix_cache", "prefix_caching", read=read.switch_off, is_switch=True),
@@ -156,6 +160,7 @@ def _trtllm() -> tuple[PeerKnob, ...]:
         row("mamba_ssm_cache_dtype", "state_dtype", read=read.dtype),
         row("cuda_graph_config", "graphs", read=read.graph_config),
         row("batch_sizes", "graphs", read=read.batch_sizes, aliases=("cuda_graph_batch_sizes",)),
+        row("enable_piecewise_cuda_graph", differs=PIECES, aliases=("prefill_cuda_graph_backend",)),
         row("max_loras", "max_adapters"),
         row("max_lora_rank", "max_adapter_rank"),
         row("enable_block_reuse", "prefix_caching", read=read.switch_on),

@@ -12,12 +12,13 @@ from typing import Any
 from tonnage.budget.fit import Dimension, Value, Values
 from tonnage.config import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_NUM_TOKENS, Origin, Setting
 from tonnage.layout import DTYPE_BYTES
-from tonnage.planner.graphs import default_sizes
+from tonnage.planner.buckets import default_sizes
+from tonnage.planner.graphs import DEFAULT, NONE, named_sizes, read_graphs
 from tonnage.planner.limits import HOST_MAX_BATCH_SIZE, HOST_MAX_NUM_TOKENS
 from tonnage.planner.question import Question
 
 #: Sets of graphs, each part of the one before it.
-ALL_GRAPHS, POWERS, SMALL, NO_GRAPHS = "default", "powers of two", "up to 8", "none"
+ALL_GRAPHS, POWERS, SMALL, NO_GRAPHS = DEFAULT, "powers of two", "up to 8", NONE
 #: Steps no smaller than this are offered: below it weights are read more often than is of use.
 LEAST_NUM_TOKENS, HOST_LEAST_NUM_TOKENS = 512, 64
 NARROW_KV = "float8_e4m3fn"
@@ -126,8 +127,10 @@ def _rows(question: Question, least: int) -> tuple[int, ...]:
 
 def largest_graph(question: Question) -> int:
     """The largest of the graphs that were asked for by size, 1 for none: a batch size may not be below it."""
-    text = question.knobs.graphs.or_else("")
-    return max([int(part) for part in text.split(",") if part.strip().isdigit()], default=1)
+    asked = question.knobs.graphs
+    if asked.value is None or asked.origin is Origin.PEER:  # a peer's list is cut where it goes beyond
+        return 1
+    return max(named_sizes(read_graphs(asked.value)), default=1)
 
 
 def _chosen(name: str, value: int, question: Question) -> Setting[int]:

@@ -283,6 +283,6 @@ RUN_FLAGS = frozenset(
     _flag(name)
     for name in (
         *("max_seq_len", "max_batch_size", "max_num_tokens", "total_bytes", "keep_free_bytes"),
-        *("kv_fraction", "kv_bytes", "kv_tokens", "kv_dtype", "block_tokens"),
+        *("kv_fraction", "kv_bytes", "kv_tokens", "kv_dtype", "block_tokens", "host_kv_bytes", "graphs"),
     )
 )

@@ -17,7 +17,6 @@ PLANNED_ONLY = (
     "state_dtype",
     "scratch",
     "attended_tokens",
-    "graphs",
     "max_draft_tokens",
     "lookahead_steps",
     "snapshot_tokens",
@@ -48,11 +47,10 @@ def check_knobs(knobs: Knobs) -> None:
             _check_size(name, setting.value, least=0 if name in ("keep_free_bytes", "host_kv_bytes") else 1)
 
 
-def refuse_planned_only(knobs: Knobs, limits: LimitKnobs, *, obeyed: frozenset[str] = frozenset()) -> None:
-    """Raise ``InvalidSetting`` for what a plan knows and the engine cannot obey: it would have no effect. ``obeyed``:
-    what it can all the same, where it runs."""
+def refuse_planned_only(knobs: Knobs, limits: LimitKnobs) -> None:
+    """Raise ``InvalidSetting`` for what a plan knows and the engine cannot obey: it would have no effect."""
     for name, setting in knobs.items() + limits.items():
-        if name in PLANNED_ONLY and name not in obeyed and setting.is_set:
+        if name in PLANNED_ONLY and setting.is_set:
             raise InvalidSetting(
                 name,
                 setting.text or setting.value,

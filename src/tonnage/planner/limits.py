@@ -75,7 +75,13 @@ def resolve_limits(
         max_logits_rows=min(num_rows * step_tokens, num_tokens),
         max_logprobs=MAX_LOGPROBS,
         penalties=PENALTY_TABLES not in disabled_claims,
-        graph_batch_sizes=graph_sizes(graphs or Setting(), max_batch_size=num_rows, on_host=on_host),
+        graph_batch_sizes=graph_sizes(
+            graphs or Setting(),
+            max_batch_size=num_rows,
+            max_num_tokens=num_tokens,
+            step_tokens=step_tokens,
+            on_host=on_host,
+        ),
         **_features(config, asked, num_tokens=num_tokens, has_draft=has_draft),
     )
     return limits, settings

@@ -20,6 +20,7 @@ from tonnage.hardware import Card
 from tonnage.layout import KVLayout
 from tonnage.planner.claims import claims_for, without
 from tonnage.planner.drafts import draft_warnings, with_draft_layers
+from tonnage.planner.graphs import uncovered
 from tonnage.planner.host_tier import refuse_less_than_a_slab, whole_slabs
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import num_drafts, resolve_limits, why_no_prefixes
@@ -271,6 +272,8 @@ def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[s
         found.append(why)
     if question.asked_host_bytes and not limits.prefix_caching:
         found.append(f"host_kv_bytes has no effect here: {IDLE_TIER}")
+    if told := uncovered(question.knobs.graphs, limits.graph_batch_sizes, max_batch_size=limits.max_batch_size):
+        found.append(told)
     if fitted is not None:
         found.append(
             f"max_seq_len is {limits.max_seq_len:,}, the largest that fits; the model has "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tonnage.config import BUCKETS_SCHEMA, FITTED_LIST
 from tonnage.report import codec
 from tonnage.report.curve_draw import Area, Picture, cells, draw
 from tonnage.report.draw import grid, hanging, plural, show
@@ -15,11 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-SCHEMA = "tonnage.buckets/1"
-#: The name of the list that was chosen, and that of the list it is set beside.
-FITTED, BESIDE = "fitted", "+64"
+#: The name of the list that the chosen one is set beside.
+BESIDE = "+64"
 #: The character under the curve for each list.
-MARKS = {"x2": "2", BESIDE: "6", "+8": "8", FITTED: "f"}
+MARKS = {"x2": "2", BESIDE: "6", "+8": "8", FITTED_LIST: "f"}
 #: The curve is cut at so many times the excess of the list beside: above, every list is poor.
 HIGHEST_TIMES = 3
 
@@ -79,7 +79,7 @@ class BucketsView:
 def buckets_text(view: BucketsView) -> str:
     """Canonical JSON: schema ``tonnage.buckets/1``."""
     document: dict[str, Any] = codec.to_json(view)
-    return codec.dumps({"schema": SCHEMA, **document})
+    return codec.dumps({"schema": BUCKETS_SCHEMA, **document})
 
 
 def show_buckets(view: BucketsView, console: Console) -> None:
@@ -171,7 +171,7 @@ def load_picture(view: BucketsView, width: int) -> Picture:
         top=top,
         line=-top,  # below the picture: there is no line to draw
         labels=((top, plural(top, "step")),),
-        marks=tuple((_column(size, view.max_batch_size, width), "^") for size in view.of(FITTED).sizes),
+        marks=tuple((_column(size, view.max_batch_size, width), "^") for size in view.of(FITTED_LIST).sizes),
     )
 
 

@@ -338,6 +338,18 @@ class BlockCache:
         for queue in (self.room.body, self.room.head, self.room.host):
             self.room.drop(queue.listed())
 
+    def vacate(self) -> None:
+        """The device's memory is about to go: what is cached there moves to the host, however long that takes, or is
+        dropped. Raises ``ResourceError``, with nothing changed, while blocks of the device are held."""
+        self.incoming.wait_all()
+        if self.num_live:
+            raise ResourceError(f"{self.num_live} blocks are held while the device is vacated")
+        budget, self.room.budget = self.room.budget, _unlimited(self.mover)
+        try:
+            self.room.vacate()
+        finally:
+            self.room.budget = budget
+
     def reset(self) -> None:
         """As new, whoever held what: the counts stay."""
         self.incoming.wait_all()

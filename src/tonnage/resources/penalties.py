@@ -138,6 +138,16 @@ class PenaltyTables:
         """Every row free; the tables stay."""
         self._rows.clear()
 
+    def give_back(self) -> None:
+        """The tables go until a request needs them again. Raises ``ResourceError`` while one does, ``BufferInUse``
+        while somebody keeps ``tables()``."""
+        if self._rows:
+            raise ResourceError(f"{len(self._rows)} requests have rows in the penalty tables")
+        self._tensors = None
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
     def close(self) -> None:
         """Raises ``BufferInUse`` while somebody keeps ``tables()``; closing again then gives the memory back."""
         self.reset()

@@ -233,6 +233,10 @@ class Room:
             nodes = zip(self.blocks.nodes[ids].tolist(), self.blocks.groups[ids].tolist(), strict=True)
             self.events.note_nodes(kind, where, self.tree, nodes)
 
+    def vacate(self) -> None:
+        """Every cached block leaves the device: to the host, as many of the highest as it has room for, or away."""
+        self._evict_lowest(len(self.body) + len(self.head))
+
     # -- blocks that nobody holds any more -----------------------------------------------------------------------
 
     def let(self, block: int) -> None:
