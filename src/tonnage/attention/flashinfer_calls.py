@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class Heads:
     block_tokens: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What ``run`` needs to know of a step: numbers in ``ints``, ``info`` about where they lie there, and room in
     ``floats`` for parts; both uint8. All but the contents of ``ints`` is fixed for captured rows."""
@@ -42,7 +43,7 @@ class Plan:
     floats: torch.Tensor
     info: Any = ()
 
-    @property
+    @cached_property
     def layout(self) -> tuple[int, ...]:
         return tuple(int(number) for number in self.info)
 
