@@ -78,8 +78,9 @@ class Case:
     def attend(self) -> None:
         for layer in range(self.num_layers):
             if isinstance(self.backend, TritonBackend):
-                pages = self.backend._layers[layer]
-                self.backend._decode(self.step.decode, pages, self.query, self.out, WANTED)
+                group, pages = self.backend._layers[layer]
+                table = self.step.decode.tables[group]
+                self.backend._decode(self.step.decode, table, pages, self.query, self.out, WANTED)
             else:
                 queries, (part,) = self.query[0].transpose(0, 1), self.step.parts
                 self.backend._attend(

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from tonnage.attention.flashinfer_modules import (
@@ -37,11 +38,10 @@ from tonnage.attention.flashinfer_modules import (
     variants_of,
 )
 from tonnage.costs.config import ModelConfig
-from tonnage.engine.features import needed_features
 from tonnage.errors import InvalidSetting, UserError
 
 #: Kernel family -> the masks that it is called with (0: none, 1: causal); kernels for others are not compiled. "fa3"
-#: runs prompts on a Hopper; "fa2" runs them everywhere else, and decodes everywhere.
+#: runs prompts on a Hopper, in layers without a window; "fa2" runs all else.
 FAMILIES = {"fa2": (0, 1), "fa3": (1,)}
 
 
@@ -56,8 +56,8 @@ def main() -> int:
         families = asked.family or (["fa2", "fa3"] if asked.arch.startswith("9.0") else ["fa2"])
         with tempfile.TemporaryDirectory(prefix="tonnage-flashinfer-") as build:
             _set_up_compiler(asked, Path(build))
-            for family in families:
-                for variant in variants:
+            for family, variant in product(families, variants):
+                if family == "fa2" or not variant.has_window:
                     _build(family, variant, folder, is_forced=asked.force)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -87,8 +87,7 @@ def _variants(asked: argparse.Namespace) -> list[Variant]:
         features = {"has_window": asked.window, "has_softcap": asked.softcap}
         return [Variant(dtype=asked.dtype or "bfloat16", head_dim=asked.head_dim, **features)]
     config = ModelConfig.read(Path(asked.model))
-    has_softcap = "softcap" in needed_features(config)
-    return list(variants_of(config, dtype=asked.dtype or config.dtype, has_softcap=has_softcap))
+    return list(variants_of(config, dtype=asked.dtype or config.dtype))
 
 
 def _set_up_compiler(asked: argparse.Namespace, build: Path) -> None:

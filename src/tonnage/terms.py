@@ -542,6 +542,7 @@ class Snapshot:
     """The ledger at one moment. ``unattributed`` = ``own`` - physical bytes of all accounts on the device; may be < 0.
 
     foreign_low, foreign_high  the least and the most that others were seen to hold; None where nobody looked
+    free_low                   the least that was seen free on the device; None where nobody looked
     host                       bytes of accounts in host memory where the device is not the host: in none of the others
     """
 
@@ -556,3 +557,4 @@ class Snapshot:
     foreign_low: int | None = None
     foreign_high: int | None = None
     host: int = 0
+    free_low: int | None = None

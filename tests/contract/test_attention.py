@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tonnage.attention import BACKENDS, make_backend
 from tonnage.attention.base import FEATURES, Row, Rows
 from tonnage.attention.flashinfer_modules import Variant, is_built
+from tonnage.attention.pages import Pages
 from tonnage.buffers import Device, Stream, VaArena
 from tonnage.config import Limits
 from tonnage.declarations import AttentionShape, declare, declare_for
@@ -55,9 +56,10 @@ everywhere = pytest.mark.parametrize(("backend", "device"), PLACES)
 
 @dataclass
 class Sequence:
-    """Ground truth of one sequence: all keys and values that were ever written, per layer."""
+    """Ground truth of one sequence: all keys and values that were ever written, per layer. ``blocks`` by group; an
+    entry that has left the window of its layers is 0."""
 
-    blocks: np.ndarray
+    blocks: list[np.ndarray]
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     length: int = 0
@@ -102,34 +104,51 @@ def scratch_memory(device):
 
 def require_kernels(backend: str, world: World) -> None:
     """Skip what has not been compiled on this machine: FlashInfer's kernels, a file for each set of features."""
-    variant = Variant(
-        dtype=str(world.dtype).removeprefix("torch."),
-        head_dim=world.dim,
-        has_window="window" in world.features,
-        has_softcap="softcap" in world.features,
-    )
-    if backend == "flashinfer" and not is_built(variant):
-        pytest.skip(f"not compiled: {variant.file_name('fa2')} (scripts/build_flashinfer.py)")
+    for window in set(world.windows.values()):
+        variant = Variant(
+            dtype=str(world.dtype).removeprefix("torch."),
+            head_dim=world.dim,
+            has_window=window is not None or "window" in world.features,
+            has_softcap="softcap" in world.features,
+        )
+        if backend == "flashinfer" and "sinks" not in world.features and not is_built(variant):
+            pytest.skip(f"not compiled: {variant.file_name('fa2')} (scripts/build_flashinfer.py)")
 
 
 class World:
-    """A pool, a backend over it and the same history kept densely."""
+    """A pool, a backend over it and the same history kept densely.
+
+    ``features`` are those of every layer. ``groups``: (layers, window) of each group of them; in a pool of several,
+    what has left a window is gone, and slab 0, which entries of a table without a block name, is nobody's.
+    """
 
     def __init__(
-        self, backend: str, memory, device: str, *, heads: int, kv_heads: int, dtype=None, poison=True
+        self,
+        backend: str,
+        memory,
+        device: str,
+        *,
+        heads: int,
+        kv_heads: int,
+        dtype=None,
+        features: dict | None = None,
+        groups=(((0, 1), None),),
+        limits: Limits = LIMITS,
     ) -> None:
         usual, dim = KINDS.get(backend, SMALL)
         dtype = dtype or usual
         self.bound = 2e-5 if dtype == torch.float32 else HALF_BOUND
-        self.layers, self.dim, self.heads, self.kv_heads, self.dtype = 2, dim, heads, kv_heads, dtype
-        self.features: dict = {}
-        require_kernels(backend, self)
-        self.device, self.chip = device, chip_of(device)
+        self.dim, self.heads, self.kv_heads, self.dtype, self.groups = dim, heads, kv_heads, dtype, groups
+        self.device, self.chip, self.limits = device, chip_of(device), limits
         self.rng = torch.Generator().manual_seed(0)
-        pool = torch.zeros(128, self.layers, 2, BLOCK, kv_heads, self.dim, dtype=dtype, device=device)
-        if poison:
-            pool.fill_(math.nan)
-        self.pool, self.backend = pool, make_backend(backend, pool)
+        self.features = features or {}
+        self.layers = sum(len(layers) for layers, _ in groups)
+        self.windows = {layer: window for layers, window in groups for layer in layers}
+        require_kernels(backend, self)
+        most = max(len(layers) for layers, _ in groups)
+        pool = torch.full((128, most, 2, BLOCK, kv_heads, dim), math.nan, dtype=dtype, device=device)
+        self.pages = pool if len(groups) == 1 else paged(pool, groups)
+        self.pool, self.backend = pool, make_backend(backend, self.pages)
         shape = AttentionShape(
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -137,38 +156,74 @@ class World:
             v_head_dim=dim,
             kv_dtype=str(dtype).removeprefix("torch."),
             block_tokens=BLOCK,
+            is_scored=not self.features.keys().isdisjoint(("softcap", "sinks")),
+            num_windows=len(set(self.windows.values())),
         )
         self.declared = declare_for(backend, shape)
-        self.scratch = ScratchArena(memory, self.declared, limits=LIMITS, chip=self.chip)
+        self.scratch = ScratchArena(memory, self.declared, limits=limits, chip=self.chip)
         self.sequences: dict[str, Sequence] = {}
-        self.free = list(np.random.default_rng(0).permutation(128).astype(np.int32))
+        self.static = None
+        self.free = list(np.random.default_rng(0).permutation(np.arange(1, 128)).astype(np.int32))
 
     def add(self, name: str) -> None:
-        count = LIMITS.max_seq_len // BLOCK // 2
-        blocks = np.array([self.free.pop() for _ in range(count)], dtype=np.int32)
+        width = self.limits.max_seq_len // BLOCK
         empty = [torch.zeros(0, self.kv_heads, self.dim, dtype=self.dtype) for _ in range(self.layers)]
+        blocks = [np.zeros(width, np.int32) for _ in self.groups]
         self.sequences[name] = Sequence(blocks, list(empty), list(empty))
 
-    def step(self, counts: dict[str, int], *, as_arrays: bool = False) -> float:
-        """Compute ``counts[name]`` more tokens of each sequence; returns the largest error against the truth."""
+    def step(self, counts: dict[str, int], *, as_arrays: bool = False, as_captured: bool = False) -> float:
+        """Compute ``counts[name]`` more tokens of each sequence; returns the largest error against the truth.
+
+        ``as_captured``: a step of decodes, prepared as that of a graph is.
+        """
         items = tuple(
             StepItem(request_id=name, start=self.sequences[name].length, count=count, samples=True)
             for name, count in counts.items()
         )
         rows, offset = [], 0
         for item in items:
-            rows.append(
-                Row(start=item.start, end=item.end, offset=offset, blocks=self.sequences[item.request_id].blocks)
-            )
+            blocks = self._grown(self.sequences[item.request_id], item)
+            rows.append(Row(start=item.start, end=item.end, offset=offset, blocks=blocks[0]))
             offset += item.count
         plan, worst = StepPlan.of(0, items), 0.0
-        with self.scratch.step(plan.shape) as scratch:
-            prepared = self.backend.prepare(Rows.of(rows) if as_arrays else rows, scratch)
+        with self.scratch.step(replace(plan.shape, captured=as_captured)) as scratch:
+            is_array = as_arrays or as_captured or len(self.groups) > 1
+            given = self._arrays(rows, items) if is_array else rows
+            prepared = self._captured(given, scratch) if as_captured else self.backend.prepare(given, scratch)
             for layer in range(self.layers):
                 worst = max(worst, self._layer(layer, rows, items, prepared, offset))
         for item in items:
-            self.sequences[item.request_id].length = item.end
+            self._landed(self.sequences[item.request_id], item.end)
         return worst
+
+    def _captured(self, rows: Rows, scratch):
+        if self.static is None:
+            self.static = self.backend.static_inputs(self.limits)
+        self.backend.load(self.static, rows, len(rows))
+        return self.backend.captured(self.static, len(rows), scratch)
+
+    def _grown(self, sequence: Sequence, item: StepItem) -> list[np.ndarray]:
+        for blocks in sequence.blocks:
+            for at in range(-(-item.start // BLOCK), -(-item.end // BLOCK)):
+                blocks[at] = self.free.pop()
+        return sequence.blocks
+
+    def _arrays(self, rows, items) -> Rows:
+        tables = [
+            np.stack([self.sequences[item.request_id].blocks[group] for item in items])
+            for group in range(len(self.groups))
+        ]
+        return replace(Rows.of(rows), table=tables[0], further=tables[1:])
+
+    def _landed(self, sequence: Sequence, end: int) -> None:
+        """What no token to come sees is given up, and means nothing to its next owner."""
+        sequence.length = end
+        for blocks, (_, window) in zip(sequence.blocks, self.groups, strict=True):
+            for at in range(0 if window is None else max(0, end - window + 1) // BLOCK):
+                if blocks[at]:
+                    self.pool[int(blocks[at])] = math.nan
+                    self.free.append(blocks[at])
+                    blocks[at] = 0
 
     def _layer(self, layer, rows, items, prepared, tokens) -> float:
         def random(heads):
@@ -176,16 +231,28 @@ class World:
 
         query, key, value = random(self.heads), random(self.kv_heads), random(self.kv_heads)
         there = (part.to(self.device) for part in (query, key, value))
-        out = self.backend.forward(prepared, layer, *there, scaling=0.2, **self.features).cpu()
+        asked = {"window": self.windows[layer], **self.features}
+        out = self.backend.forward(prepared, layer, *there, scaling=0.2, **asked).cpu()
         assert out.shape == (1, tokens, self.heads, self.dim)
         worst = 0.0
         for row, item in zip(rows, items, strict=True):
             sequence, here = self.sequences[item.request_id], slice(row.offset, row.offset + row.count)
             sequence.keys[layer] = torch.cat([sequence.keys[layer], key[0, :, here].transpose(0, 1)])
             sequence.values[layer] = torch.cat([sequence.values[layer], value[0, :, here].transpose(0, 1)])
-            truth = attend(query[0, :, here], sequence.keys[layer], sequence.values[layer], row.start, **self.features)
-            worst = max(worst, float((out[0, here].double() - truth).abs().max()))
+            truth = attend(query[0, :, here], sequence.keys[layer], sequence.values[layer], row.start, **asked)
+            error = (out[0, here].double() - truth).abs().max()
+            worst = max(worst, math.inf if error.isnan() else float(error))
         return worst
+
+
+def paged(pool: torch.Tensor, groups) -> Pages:
+    """The same slabs for groups of few layers and of many."""
+    places = {layer: (group, at) for group, (layers, _) in enumerate(groups) for at, layer in enumerate(layers)}
+    return Pages(
+        slabs=pool.flatten(1),
+        shapes=tuple((len(layers), *pool.shape[2:]) for layers, _ in groups),
+        places=tuple(places[layer] for layer in range(len(places))),
+    )
 
 
 def attend(
@@ -239,36 +306,73 @@ def test_half_precision_agrees_within_its_precision(backend, device, scratch_mem
         assert world.step({"a": count}) < HALF_BOUND
 
 
+ASKED = [("window",), ("softcap",), ("sinks",), ("window", "softcap"), ("window", "sinks")]
+
+
+def values_of(asked, device):
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(1)).to(device)
+    values = {"window": 13, "softcap": 0.7, "sinks": sinks}
+    return {feature: values[feature] for feature in asked}
+
+
 @everywhere
-@pytest.mark.parametrize(
-    "asked",
-    [("window",), ("softcap",), ("sinks",), ("window", "softcap"), ("window", "sinks")],
-    ids="+".join,
-)
+@pytest.mark.parametrize("asked", ASKED, ids="+".join)
 def test_what_a_backend_has_agrees_and_what_it_lacks_is_refused_with_those_that_have_it(
     backend, device, asked, scratch_memory
 ):
-    world = World(backend, scratch_memory, device, heads=6, kv_heads=2)
-    values = {"window": 13, "softcap": 0.7, "sinks": torch.randn(6, generator=world.rng).to(device)}
-    world.features = {feature: values[feature] for feature in asked}
+    world = World(backend, scratch_memory, device, heads=6, kv_heads=2, features=values_of(asked, device))
     for name in "abc":
         world.add(name)
     lacking = [feature for feature in asked if backend not in FEATURES[feature]]
     if lacking:
-        with pytest.raises(InvalidSetting, match=f"has no {lacking[0]}.*use triton"):
+        with pytest.raises(InvalidSetting, match=f"has no {lacking[0]}.*use .*triton"):
             world.step({"a": 5})
         return
-    require_kernels(backend, world)
     for counts in MIXED:
         assert world.step(counts) < world.bound, counts
+
+
+#: Windows within a block, of a block, across some; groups of one layer and of two in slabs of two.
+GROUPS = {
+    "full and window": (((0,), None), ((1,), 21)),
+    "uneven": (((1,), None), ((0, 2), 9)),
+    "windows alone": (((0, 2), 16), ((1,), 33)),
+    "one window": (((0, 1), 40),),
+}
+LONG = Limits(max_seq_len=512, max_batch_size=16, max_num_tokens=192, max_logits_rows=16, graph_batch_sizes=(16,))
+FAR = [
+    {"a": 70, "b": 5}, {"a": 1, "b": 90}, {"a": 1, "b": 1, "c": 150}, {"a": 50, "b": 1, "c": 1},
+    {"a": 1, "b": 33, "c": 1},
+    *[{"a": 1, "b": 1, "c": 1}] * 20, {"a": 100, "c": 60}, {"b": 1, "a": 1},
+]  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("asked", [(), ("softcap",), ("sinks",)], ids=lambda asked: asked[0] if asked else "plain")
+@pytest.mark.parametrize("groups", GROUPS)
+def test_each_group_of_layers_reads_its_own_table_from_its_window_on(backend, device, groups, asked, scratch_memory):
+    """Texts several windows long; what has left a window has other owners, and slab 0 holds no numbers."""
+    if any(backend not in FEATURES[feature] for feature in ("window", *asked)):
+        pytest.skip(f"{backend} has no {asked or 'window'}")
+    features = values_of(asked, device)
+    world = World(
+        backend, scratch_memory, device, heads=6, kv_heads=2, features=features, groups=GROUPS[groups], limits=LONG
+    )
+    for name in "abc":
+        world.add(name)
+    for number, counts in enumerate(FAR):
+        is_decode = set(counts.values()) == {1} and all(world.sequences[name].length for name in counts)
+        as_captured = is_decode and number % 2 == 0 and hasattr(world.backend, "captured")
+        assert world.step(counts, as_arrays=True, as_captured=as_captured) < world.bound, counts
+    assert world.pool[0].isnan().all()
 
 
 @everywhere
 @pytest.mark.parametrize("tile", [16, 64, 10_000])
 def test_tiles_of_any_size_give_the_same_answer(backend, device, tile, scratch_memory, monkeypatch):
     if backend == "sdpa":
-        monkeypatch.setattr("tonnage.attention.sdpa.TILE_TOKENS", tile)
-        monkeypatch.setattr("tonnage.attention.sdpa.MASK_TILE_ELEMENTS", tile)
+        monkeypatch.setattr("tonnage.attention.sdpa_tiles.TILE_TOKENS", tile)
+        monkeypatch.setattr("tonnage.attention.sdpa_tiles.MASK_TILE_ELEMENTS", tile)
         monkeypatch.setattr("tonnage.declarations.sdpa.TILE_TOKENS", tile)
         monkeypatch.setattr("tonnage.declarations.sdpa.MASK_TILE_ELEMENTS", tile)
     if backend == "triton":  # 16 keys, 64 and 128 a tile; from 16 tokens on a fresh prompt is torch's
@@ -283,9 +387,12 @@ def test_tiles_of_any_size_give_the_same_answer(backend, device, tile, scratch_m
 
 
 @everywhere
-def test_scratch_stays_within_the_declaration_and_the_declaration_is_not_lavish(backend, device, scratch_memory):
+@pytest.mark.parametrize("features", [{}, {"softcap": 0.7}], ids=["plain", "softcap"])
+def test_scratch_stays_within_the_declaration_and_the_declaration_is_not_lavish(
+    backend, device, features, scratch_memory
+):
     """High-water <= declared at the step's shape (the arena refuses more), and declared <= 2x high-water."""
-    world = World(backend, scratch_memory, device, heads=8, kv_heads=2)
+    world = World(backend, scratch_memory, device, heads=8, kv_heads=2, features=features)
     names = [f"s{i}" for i in range(LIMITS.max_batch_size)]
     for name in names:
         world.add(name)
@@ -331,14 +438,21 @@ def steps(draw):
 @pytest.mark.parametrize("backend", [pytest.param(name, id=name, marks=marks) for name, marks in ON_CPU.items()])
 @settings(max_examples=300)
 @given(
-    rows=steps(), tile=st.sampled_from([16, 64, 8192]), kv_heads=st.sampled_from([1, 3]), dim=st.sampled_from([4, 8])
+    rows=steps(),
+    tile=st.sampled_from([16, 64, 8192]),
+    kv_heads=st.sampled_from([1, 3]),
+    dim=st.sampled_from([4, 8]),
+    window=st.sampled_from([None, 1, 7, 16, 33, 100]),
+    is_scored=st.booleans(),
 )
-def test_no_admissible_step_takes_more_than_was_declared_for_its_shape(backend, rows, tile, kv_heads, dim):
+def test_no_admissible_step_takes_more_than_was_declared_for_its_shape(
+    backend, rows, tile, kv_heads, dim, window, is_scored
+):
     with pytest.MonkeyPatch.context() as patch:
         if backend == "sdpa":
-            for module in ("attention", "declarations"):
-                patch.setattr(f"tonnage.{module}.sdpa.TILE_TOKENS", tile)
-                patch.setattr(f"tonnage.{module}.sdpa.MASK_TILE_ELEMENTS", tile)
+            for module in ("attention.sdpa_tiles", "declarations.sdpa"):
+                patch.setattr(f"tonnage.{module}.TILE_TOKENS", tile)
+                patch.setattr(f"tonnage.{module}.MASK_TILE_ELEMENTS", tile)
         items = tuple(
             StepItem(request_id=str(i), start=start, count=count, samples=True) for i, (start, count) in enumerate(rows)
         )
@@ -346,11 +460,20 @@ def test_no_admissible_step_takes_more_than_was_declared_for_its_shape(backend, 
         for item in items:
             batch.append(Row(start=item.start, end=item.end, offset=offset, blocks=np.zeros(16, np.int32)))
             offset += item.count
-        (declared,) = declare(backend, kv_heads=kv_heads, head_dim=dim, kv_dtype="float32", block_tokens=BLOCK)
+        shape = AttentionShape(
+            num_heads=2 * kv_heads, num_kv_heads=kv_heads, head_dim=dim, v_head_dim=dim, kv_dtype="float32",
+            block_tokens=BLOCK, is_scored=is_scored,
+        )  # fmt: skip
+        (declared,) = declare_for(backend, shape)
         scratch = CountingScratch(declared.alignment)
-        step = make_backend(backend, torch.zeros(1, 1, 2, BLOCK, kv_heads, dim)).prepare(batch, scratch)
+        pool = torch.zeros(1, 1, 2, BLOCK, kv_heads, dim)
+        made = make_backend(backend, pool)
+        step = made.prepare(batch, scratch)
+        if backend == "sdpa":  # pieces that were too small for what a layer writes into them would raise
+            new = (torch.zeros(1, heads, offset, dim) for heads in (2 * kv_heads, kv_heads, kv_heads))
+            made.forward(step, 0, *new, scaling=1.0, window=window, softcap=5.0 if is_scored else None)
         if backend == "triton" and step.decode is not None and step.decode.num_splits > 1:
-            step.decode.take_partials(kv_heads, dim)  # in the first layer that attends
+            step.decode.take_partials(2 * kv_heads, dim)  # in the first layer that attends
         assert scratch.used <= declared.bytes_at(StepPlan.of(0, items).shape, HOST)
 
 

@@ -65,6 +65,8 @@ class FakeModule:
             if here.start == here.stop:
                 continue
             k, v = (part[used].flatten(0, 1)[:length].double() for part in (keys, values))
+            if window_left >= 0:  # a real one does not read what no query sees
+                k, v = (part[max(0, length - (here.stop - here.start) - window_left) :] for part in (k, v))
             out[here] = attend(query[here].double(), k, v, mask, window_left, softcap, scaling).to(out.dtype)
 
 
@@ -122,7 +124,8 @@ def compact(inputs, num_rows):
     for row in range(num_rows):
         length = int(static.lengths[row])
         count = -(-length // inputs._block_tokens)
-        lists.pages[pages : pages + count] = static.table[row, :count]
+        for table, into in zip(static.tables, lists.pages, strict=True):
+            into[pages : pages + count] = table[row, :count]
         queries, pages = queries + (length > 0), pages + count
         lists.query_indptr[row + 1], lists.page_indptr[row + 1] = queries, pages
         lists.last_page_tokens[row] = length - max(count - 1, 0) * inputs._block_tokens

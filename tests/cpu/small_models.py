@@ -21,20 +21,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
     "mistral, a window beyond its positions": ("mistral", {"sliding_window": 256}),
+    "mistral, a window": ("mistral", {"sliding_window": 20}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("qwen2", {"num_hidden_layers": 3}),
+    "qwen2, windows in its last layers": (
+        "qwen2",
+        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 18, "max_window_layers": 3},
+    ),
     "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3, windows in its last layers": (
+        "qwen3",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1},
+    ),
     "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": (
         "gemma2",
-        {"head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 24,
+        {"head_dim": 16, "num_hidden_layers": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0,
+         "query_pre_attn_scalar": 24, "sliding_window": 20},
+    ),
+    "gemma2, full attention without a cap": (
+        "gemma2",
+        {"head_dim": 16, "attn_logit_softcapping": None, "query_pre_attn_scalar": 24,
          "layer_types": ["full_attention"] * 2},
     ),
     "gemma3": (
         "gemma3_text",
-        {"head_dim": 16, "layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 24},
+        {"head_dim": 16, "num_hidden_layers": 7, "query_pre_attn_scalar": 24, "sliding_window": 20},
     ),
     "granite": (
         "granite",
@@ -43,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi, head norms": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.75}),
+    "phi3, a window": ("phi3", {"sliding_window": 20}),
 }  # fmt: skip
 
 
@@ -57,15 +72,16 @@ def library_config(name: str, **changes: Any) -> Any:
 def library_model(name: str, *, seed: int = 0, **changes: Any) -> Any:
     """One of ``MODELS`` in float32 with random weights; norms and biases are drawn too, so that none is neutral.
 
-    Its experts are computed one by one: not the way the engine takes.
+    Its experts are computed one by one, not the way the engine takes, and its attention by plain products: torch's
+    would leave a soft-cap out without a word.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = (
-        AutoModelForCausalLM.from_config(library_config(name, **changes), experts_implementation="eager").float().eval()
-    )
+    config = library_config(name, **changes)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", attn_implementation="eager")
+    model = model.float().eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)

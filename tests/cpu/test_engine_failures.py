@@ -103,7 +103,7 @@ def test_a_failure_before_launch_leaves_every_manager_as_before(monkeypatch, who
     monkeypatch.setattr(engine, "_fail_step", lambda _, error: failed.append(error))
     times = 2 if isinstance(error, Veto) else 1  # a veto alone costs nothing: it is asked again
     broken = Broken(monkeypatch, getattr(engine._runtime.managers, who), hook, error, after=after, times=times)
-    engine._step()
+    engine._steps.step()
     assert broken.left == 0, "the hook was never called"
     assert failed == [error]
     assert state(engine) == before
@@ -140,7 +140,7 @@ def test_a_failure_in_launch_leaves_every_manager_as_before(monkeypatch):
     before = state(engine)
     monkeypatch.setattr(engine, "_fail_step", lambda *_: None)
     Broken(monkeypatch, type(engine._runtime), "launch", RuntimeError("kernel fell over"))
-    engine._step()
+    engine._steps.step()
     assert state(engine) == before
     assert {name: completion.token_ids for name, completion in drain(engine).items()} == TRUTH
 

@@ -21,9 +21,10 @@ from tonnage.attention.base import FEATURES
 from tonnage.config import LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.price import weights_price
+from tonnage.costs.traits import CLASS_SOFT_CAPS
 from tonnage.engine import EngineOptions, family, features, start
 from tonnage.engine.family import FAMILIES, family_of
-from tonnage.engine.features import CLASS_SOFT_CAPS, PASSED_ON, WORDS, needed_features, refuse_missing
+from tonnage.engine.features import PASSED_ON, WORDS, needed_features, refuse_missing
 from tonnage.engine.models import quiet_transformers
 from tonnage.engine.weights import arena_layout, experts_implementation
 from tonnage.errors import ModelConfigError, UnsupportedModel
@@ -111,11 +112,12 @@ def test_greedy_text_equals_generate_in_float32(folders, name):
     require_equal_to_generate(model, serve(folder, dtype="float32"))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe", "gemma", "phi", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe", "gemma", "gemma2", "gemma3", "phi", "phi3"])
 def test_bfloat16_is_as_good_as_the_library_s_own(folders, tmp_path, name):
     folder, model = folders(name)
     with quiet_transformers():
-        model = type(model).from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="eager").eval()
+        eager = {"experts_implementation": "eager", "attn_implementation": "eager"}
+        model = type(model).from_pretrained(folder, dtype=torch.bfloat16, **eager).eval()
     require_errors_of_rounding(model, serve(folder, dtype="bfloat16"))
 
 
@@ -191,16 +193,20 @@ LAYERS = {
     "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }  # fmt: skip
-#: What a class needs that the engine would otherwise ignore without a word: model_type, config, feature, what is told.
-NEEDS = [
+#: What a class needs beyond plain attention: model_type, config, feature, what is told. Backends have these ...
+SERVED = [
     ("mistral", {"sliding_window": 512}, "window", "a window of 512 tokens in 4 of 4 layers"),
     ("phi3", {"sliding_window": 2047}, "window", "a window of 2047 tokens in 4 of 4 layers"),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, "window", "in 2 of 4 layers"),
     ("gemma2", {}, "softcap", "attn_logit_softcapping = 50.0"),
     ("gemma3_text", {"head_dim": 16, "sliding_window": 512}, "window", "a window of 512 tokens"),
-    ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional", "use_bidirectional_attention = True"),
     ("cohere2", {"sliding_window": 512}, "window", "in 3 of 4 layers"),
     ("gpt_oss", {}, "sinks", "one learned sink a head in the class of gpt_oss"),
+]  # fmt: skip
+#: ... and these the engine would otherwise ignore without a word.
+NEEDS = [
+    ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional", "use_bidirectional_attention = True"),
+    ("llama4_text", {"attention_chunk_size": 64}, "chunks", "attention_chunk_size = 64 in 3 of 4 layers"),
     ("bloom", {"n_layer": 4, "n_head": 4}, "alibi", "position biases in bloom"),
     ("mamba2", {"num_heads": 4, "head_dim": 32}, "state", "a mamba2 state in 4 of 4 layers"),
     ("deepseek_v3", {}, "latent", "a latent of 512 elements in 4 of 4 layers"),
@@ -225,18 +231,39 @@ def test_what_would_be_ignored_is_refused_by_name(model_type, changes, feature, 
         family_of(config, attention="sdpa")
 
 
+@pytest.mark.parametrize(("model_type", "changes", "feature", "told"), SERVED)
+def test_what_backends_have_is_told_and_runs_where_the_family_does(model_type, changes, feature, told):
+    config = config_of(model_type, changes)
+    assert told in needed_features(config)[feature]
+    assert set(needed_features(config)) <= PASSED_ON
+    if model_type in FAMILIES:
+        assert family_of(config, attention="sdpa") is family_of(config, attention="triton") is FAMILIES[model_type]
+    else:
+        with pytest.raises(UnsupportedModel, match=f"Models of type '{model_type}' are not run"):
+            family_of(config, attention="sdpa")
+
+
+def test_layers_whose_heads_differ_are_refused():
+    config = config_of("llama", {})
+    first, *others = config.layers
+    (mixer,) = first.mixers
+    config = replace(config, layers=(replace(first, mixer=replace(mixer, num_kv_heads=2)), *others))
+    with pytest.raises(UnsupportedModel, match="needs layers whose heads differ"):
+        family_of(config, attention="sdpa")
+
+
 def test_a_feature_the_backend_lacks_is_refused_with_the_backends_that_have_it(monkeypatch):
     monkeypatch.setattr(features, "BACKENDS", {"sdpa": "", "triton": "", "flashinfer": ""})
     config = config_of("gemma2", {"layer_types": ["full_attention"] * 4})
     table = {"softcap": ("triton", "flashinfer")}
     with pytest.raises(UnsupportedModel) as caught:
-        refuse_missing(config, attention="sdpa", passed_on={"softcap"}, table=table)
+        refuse_missing(config, attention="sdpa", table=table)
     assert str(caught.value) == (
         "tiny: the attention backend 'sdpa' has no soft-cap on attention scores, which this model needs. "
         "Need: a backend with it: triton or flashinfer. Have: attn_logit_softcapping = 50.0. "
         "To change: run with attention triton or flashinfer."
     )
-    refuse_missing(config, attention="triton", passed_on={"softcap"}, table=table)
+    refuse_missing(config, attention="triton", table=table)
     with pytest.raises(UnsupportedModel, match="does not run yet"):
         refuse_missing(config, attention="triton", passed_on=set(), table=table)
 
@@ -247,8 +274,14 @@ def test_features_of_backends_have_words_and_only_backends_of_ours():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_families_here_need_nothing_special(name):
-    assert needed_features(ModelConfig.from_dict(library_config(name).to_dict())) == {}
+def test_the_families_here_need_nothing_that_backends_lack(name):
+    needed = needed_features(ModelConfig.from_dict(library_config(name).to_dict()))
+    assert ("window" in needed) == (name in WINDOWED)
+    assert needed.keys() <= {"window", "softcap"}
+
+
+#: Those of ``MODELS`` with layers that see a part of a text.
+WINDOWED = [name for name in MODELS if "window" in name and "beyond" not in name] + ["gemma2", "gemma3"]
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])

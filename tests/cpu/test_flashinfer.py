@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flashinfer_fakes import FakeModule, install
+from flashinfer_fakes import FakeModule, attend, install
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from tonnage.attention.flashinfer_calls import Heads, Kernel, Plan
 from tonnage.attention.flashinfer_inputs import HostLists
 from tonnage.attention.flashinfer_modules import Variant, is_built, modules_folder, refuse_missing_modules, variants_of
 from tonnage.attention.flashinfer_ring import DEPTH, PinnedRing
+from tonnage.attention.pages import Pages
 from tonnage.config import Limits
 from tonnage.costs.config import ModelConfig
 from tonnage.declarations import AttentionShape, declare_for
@@ -126,7 +127,8 @@ def test_windows_and_soft_caps_are_modules_of_their_own(monkeypatch, features):
     for counts in MIXED:
         world.step(counts, **features)
     name = "-".join(["float32-64", *features])
-    assert set(modules) == {f"fa2-{name}.so", f"fa3-{name}.so"}
+    others = set() if "window" in features else {f"fa3-{name}.so"}
+    assert set(modules) == {f"fa2-{name}.so"} | others, "fa3 reads more than a window shows"
     left = features.get("window", 0) - 1
     assert {plan["window_left"] for module in modules.values() for plan in module.planned} == {left}
 
@@ -155,7 +157,7 @@ def test_sinks_are_refused_with_who_has_them(monkeypatch):
     install(monkeypatch)
     world = World()
     step = world.backend.prepare(world.rows({"a": 3}), Scratch())
-    with pytest.raises(InvalidSetting, match=r"has no sinks.*use triton"):
+    with pytest.raises(InvalidSetting, match=r"has no sinks.*use .*triton"):
         world.backend.forward(step, 0, *world.tokens(3), scaling=0.3, sinks=torch.zeros(HEADS))
 
 
@@ -212,9 +214,47 @@ def test_a_replay_reads_a_fresh_plan_and_only_its_own_rows(monkeypatch, features
         world.replay(names)
     assert world.scratch.used_bytes == taken, "plans lie where they lay when the graph was captured"
     (fa2,) = (module for name, module in modules.items() if name.startswith("fa2"))
-    assert len(fa2.planned) == 1 + 5
-    assert {(plan["is_captured"], plan["num_tokens"], plan["may_split"]) for plan in fa2.planned} == {(True, 4, True)}
-    assert fa2.planned[2]["page_indptr"] == [0, 2, 5, 5, 5], "17 tokens, 33 and two rows of padding"
+    planned = [plan for plan in fa2.planned if plan["is_captured"]]
+    assert len(planned) == 1 + 5
+    assert {(plan["num_tokens"], plan["may_split"]) for plan in planned} == {(4, True)}
+    assert planned[2]["page_indptr"] == [0, 2, 5, 5, 5], "17 tokens, 33 and two rows of padding"
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_each_group_of_layers_reads_its_own_table(monkeypatch, is_captured):
+    """Layer 0 has all of its past; layer 1, in slabs of the same pool, what its window shows, the rest given up."""
+    modules = install(monkeypatch)
+    random, window = torch.Generator().manual_seed(0), 20
+    pool = torch.full((60, 1, 2, BLOCK, KV_HEADS, DIM), math.nan)
+    shape = (1, *pool.shape[2:])
+    backend = make_backend("flashinfer", Pages(slabs=pool.flatten(1), shapes=(shape, shape), places=((0, 0), (1, 0))))
+    ends = np.array([50, 97])
+    slabs = iter(np.random.default_rng(0).permutation(np.arange(1, 60)).tolist())
+    tables, pasts = [np.zeros((2, 7), np.int32) for _ in range(2)], {}
+    for group, row in np.ndindex(2, 2):
+        past = pasts[group, row] = torch.randn(2, int(ends[row]) - 1, KV_HEADS, DIM, generator=random)
+        for at in range(0 if group == 0 else (int(ends[row]) - window) // BLOCK, -(-int(ends[row]) // BLOCK)):
+            tables[group][row, at] = slab = next(slabs)
+            part = past[:, at * BLOCK : (at + 1) * BLOCK]
+            pool[slab, 0, :, : part.shape[1]] = part
+    rows = Rows(starts=ends - 1, ends=ends, table=tables[0], further=tables[1:], slots=np.arange(2))
+    if is_captured:
+        limits = Limits(max_seq_len=112, max_batch_size=3, max_num_tokens=64, max_logits_rows=3)
+        static = backend.static_inputs(limits)
+        backend.load(static, rows, 3)
+        step = backend.captured(static, 3, Scratch())
+    else:
+        step = backend.prepare(rows, Scratch())
+    for layer, seen in ((0, None), (1, window)):
+        tokens = torch.randn(1, HEADS + 2 * KV_HEADS, 3 if is_captured else 2, DIM, generator=random)
+        query, key, value = tokens.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        out = backend.forward(step, layer, query, key, value, scaling=0.3, window=seen)[0]
+        for row in range(2):
+            new = torch.stack([key[0, :, row], value[0, :, row]])[:, None]
+            keys, values = torch.cat([pasts[layer, row], new], 1)[:, -(seen or 0) :].double()
+            truth = attend(query[0, :, row][None].double(), keys, values, 0, -1, None, 0.3)[0]
+            torch.testing.assert_close(out[row].double(), truth, rtol=1e-5, atol=1e-5)
+    assert set(modules) == {"fa2-float32-64.so", "fa2-float32-64-window.so"}
 
 
 def test_a_plan_of_another_layout_than_the_captured_one_is_not_replayed(monkeypatch):
@@ -347,7 +387,7 @@ class TestWhatIsThere:
             "max_position_embeddings": 128, "torch_dtype": "bfloat16",
         }  # fmt: skip
         config = ModelConfig.from_dict(raw)
-        made = variants_of(config, dtype="bfloat16", has_softcap=True)
+        made = variants_of(config, dtype="bfloat16")
         assert {variant.file_name("fa2") for variant in made} == {
             "fa2-bfloat16-256-softcap.so",
             "fa2-bfloat16-256-window-softcap.so",

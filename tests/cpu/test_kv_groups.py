@@ -20,7 +20,11 @@ def decode(kv, request, token):
     """One more token, computed."""
     request.token_ids.append(token)
     start = kv.watermarks(request.id).scheduled
-    plan = step((request.id, start, len(request.token_ids) - start))
+    advance(kv, request, start, len(request.token_ids) - start)
+
+
+def advance(kv, request, start, count):
+    plan = step((request.id, start, count))
     launch(kv, plan)
     compute(kv, plan, {request.id: request})
     kv.update(plan, None)
@@ -109,6 +113,77 @@ def serve_in_chunks(kv, request, size):
         found.append(kv.num_used + kv.stats()["reserved"])
         kv.update(plan, None)
     return found
+
+
+def to_the_end(kv, requests):
+    """One token after the other of each, side by side; nobody may be short of a block."""
+    while requests:
+        for request in list(requests):
+            if len(request.token_ids) + 1 == request.max_total_tokens:
+                kv.free(request.id)
+                requests.remove(request)
+            else:
+                decode(kv, request, len(request.token_ids))
+
+
+#: With a window of 6 a decode of one text holds 3 blocks at most, with one of 9 there are 4, and the whole text has 7.
+TWO = {
+    "one window": ((window(6),), 3 + 3),
+    "two windows": ((window(6), window(9)), 3 + 3 + 4 + 4),
+    "beside full": ((group(), window(6)), 7 + 4 + 3 + 3),
+}
+
+
+@pytest.mark.parametrize("few", range(4))
+@pytest.mark.parametrize("layers", TWO)
+def test_who_shares_blocks_of_a_window_is_not_short_when_one_moves_on(layers, few):
+    """Both begin with the same blocks, and each needs blocks of its own before the other lets go of any. The second is
+    let in where both lives fit, and not before."""
+    groups, need = TWO[layers]
+    kv = manager(need - few, groups=list(groups), max_seq_len=64, max_pending_tokens=4)
+    first, second, txn = ask("a", TEXT[:12], 14), ask("b", TEXT[:13], 14), Txn()
+    assert isinstance(kv.admit(first, txn), Grant)
+    txn.commit()
+    for start in range(0, 12, 4):
+        advance(kv, first, start, 4)
+    running, answer = [first], kv.admit(second, txn := Txn())
+    assert isinstance(answer, Grant) == (few == 0)
+    if isinstance(answer, Grant):
+        assert answer.cached_tokens == 12
+        txn.commit()
+        advance(kv, second, 12, 1)
+        running.append(second)
+    to_the_end(kv, running)
+    assert (kv.num_used, kv.available()) == (0, kv.capacity())
+
+
+def test_a_shared_block_of_a_window_counts_for_each_but_one_who_holds_it():
+    kv = manager(40, groups=[group(), window(6)], max_seq_len=64)
+    serve(kv, ask("a", TEXT[:12], 8))
+    before = kv.num_used, kv.available()
+    pin = kv.pin("a")  # 3 blocks of the full layers, 2 that the window shows
+    assert (kv.cache.num_shared, kv.num_used, kv.available()) == (2, before[0], before[1] - 2)
+    pin.close()
+    assert (kv.cache.num_shared, kv.num_used, kv.available()) == (0, *before)
+
+
+def test_who_is_alone_with_a_pin_takes_what_the_pin_leaves():
+    """It is let in whenever it fits: what it will need is counted to the block."""
+    for num_slots in range(4, 12):
+        kv = manager(num_slots, groups=[window(6)], max_seq_len=64, max_pending_tokens=4)
+        if not isinstance(kv.admit(first := ask("a", TEXT[:8], 0), Txn()), Grant):
+            continue
+        for start in (0, 4):
+            advance(kv, first, start, 4)
+        pin = kv.free(first.id, pin_on_release=True)
+        need = kv.lifetime_need(request := ask("b", TEXT[:9], 12))
+        answer = kv.admit(request, txn := Txn())
+        # It begins with both pinned blocks and leaves them behind, so in the end it holds a window of its own.
+        assert isinstance(answer, Grant) == (len(pin.ids) + need <= num_slots), num_slots
+        if isinstance(answer, Grant):
+            txn.commit()
+            advance(kv, request, 8, 1)
+            to_the_end(kv, [request])
 
 
 def test_a_step_that_landed_cannot_be_taken_back_past_its_window():

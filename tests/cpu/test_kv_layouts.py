@@ -148,8 +148,6 @@ class Traffic:
         self.texts = [[rng.randint(0, 1) for _ in range(24)] for _ in range(4)]
         self.slabs = LateSlabs(self.num_slots + self.num_head, num_host, fault_rate=fault_rate, seed=seed)
         self.loses = bool(fault_rate)
-        # What falls out of a window is counted on, and may be kept by a pin or by who shares it.
-        self.has_window = any(one.window for one in groups)
         slow = TransferBudget(slab_bytes=64, bytes_per_second=128, slice_s=1.0)
         self.cache = BlockCache(
             groups,
@@ -230,10 +228,8 @@ class Traffic:
         except DriverError:
             txn.rollback()
             return False
-        except Veto:
-            assert self.has_window, "whole lives are reserved"
-            txn.rollback()
-            return False
+        except Veto as veto:
+            raise AssertionError("whole lives are reserved") from veto
         compute(self.kv, plan, self.live)
         if self.rng.random() < 0.15:
             txn.rollback()

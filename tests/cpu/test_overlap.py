@@ -125,7 +125,7 @@ def test_a_cancelled_last_request_leaves_a_step_to_land(ahead):
     assert ahead.has_work
     drain(ahead)
     assert_idle(ahead)
-    assert not ahead._flights
+    assert not ahead._steps.flights
 
 
 def test_an_engine_closes_in_the_middle(tiny_llama):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +16,8 @@ from tonnage.config import LimitKnobs, Limits
 from tonnage.costs.models import find_config
 from tonnage.device.fault import FaultDriver
 from tonnage.device.host import HostDriver
+from tonnage.engine.sampling import count
+from tonnage.engine.sampling.rows import Penalties
 from tonnage.errors import BufferInUse, BufferOOM, ResourceError
 from tonnage.layout import penalty_table_bytes
 from tonnage.ledger import Ledger
@@ -25,7 +28,7 @@ from tonnage.resources.dispatcher import Dispatcher
 from tonnage.resources.penalties import PenaltyTables
 from tonnage.resources.slots import SlotManager
 from tonnage.sampling import SamplingParams
-from tonnage.step import StepItem, StepPlan, Txn
+from tonnage.step import StepPlan, Txn
 from tonnage.terms import Fixed, Lifetime, LineKind
 
 MIB, SLOTS, VOCAB = 2**20, 3, 50
@@ -40,12 +43,6 @@ class Request:
     params: SamplingParams = PENALISED
     num_computed_tokens: int = 0
     max_total_tokens: int = 1000
-
-
-@dataclass
-class Drawn:
-    request_ids: list[str]
-    tokens: list[int]
 
 
 @dataclass
@@ -70,8 +67,13 @@ class Bench:
         return answer if isinstance(answer, Deferral) else answer["penalties"]
 
     def update(self, **drawn: int) -> None:
-        items = [StepItem(request_id=name, start=0, count=1, samples=True) for name in drawn]
-        self.dispatcher.update(StepPlan.of(0, items), Drawn(list(drawn), list(drawn.values())))
+        """A step drew these: as the sampler counts them, for the rows whose requests have penalties."""
+        rows = np.array([row for row, name in enumerate(drawn) if name in self.tables._rows], np.int64)
+        if rows.size:
+            slots = np.array([self.slots.slot_of(name) for name in drawn if name in self.tables._rows], np.int64)
+            none = np.zeros(rows.size)
+            asked = Penalties(rows=rows, slots=slots, repetition=none, presence=none, frequency=none)
+            count(torch.tensor(list(drawn.values())), asked, self.tables.tables())
 
     def row(self, name: str) -> tuple[dict[int, int], set[int]]:
         """(how often each token was generated, which tokens the prompt has) as the tables have it."""
@@ -226,9 +228,16 @@ def test_tables_made_inside_a_forward_can_be_changed_outside(bench):
     assert bench.row("a") == ({2: 1}, {1, 2})
 
 
-def test_a_step_that_sampled_nothing_changes_nothing(bench):
+def test_given_back_they_are_made_anew_by_the_next_request(bench):
     bench.admit(request())
-    bench.dispatcher.update(StepPlan.of(0, ()), None)
+    with pytest.raises(ResourceError, match="1 requests have rows"):
+        bench.tables.give_back()
+    bench.update(a=2)
+    bench.dispatcher.free("a")
+    bench.tables.give_back()
+    bench.tables.give_back()
+    assert (bench.tables.tables(), bench.ledger.accounted_bytes) == (None, 0)
+    assert bench.admit(request()) == Grant(units=1)
     assert bench.row("a") == ({}, {1, 2})
 
 

@@ -139,7 +139,7 @@ def test_a_graph_replayed_with_other_rows_equals_eager_and_padding_touches_nothi
     assert bool(case.pool.isnan().all())
     lists, inputs = static._lists, static.inputs
     fixed = [
-        lists.pages, lists.page_indptr, lists.query_indptr, lists.last_page_tokens, inputs.slots, inputs.lengths,
+        *lists.pages, lists.page_indptr, lists.query_indptr, lists.last_page_tokens, *inputs.slots, inputs.lengths,
         *(tensor for plan in static.plans[bucket].values() for tensor in (plan.ints, plan.floats)),
     ]  # fmt: skip
     addresses = [tensor.data_ptr() for tensor in fixed]

@@ -211,6 +211,15 @@ def test_a_soak_as_json(tonnage: Program, engine: FakeEngine, soaked: Any) -> No
     assert document["outcomes"] == {"stop": 4, "refused": 1}
 
 
+@pytest.mark.parametrize("verb", ["bench", "soak"])
+def test_a_plan_file_goes_to_the_engine(
+    tonnage: Program, engine: FakeEngine, soaked: Any, tmp_path: Path, verb: str
+) -> None:
+    workload = ("--workload", "single") if verb == "bench" else ()
+    tonnage(verb, "m", *workload, "--plan-file", str(tmp_path / "plan.json"))
+    assert engine.options.plan_file == str(tmp_path / "plan.json")
+
+
 def test_minutes_end_a_soak(tonnage: Program, engine: FakeEngine, soaked: Any) -> None:
     assert tonnage("soak", "m", "--minutes", "1.5").code == 0
     assert [soaked.last.is_over(10**6, seconds) for seconds in (89.9, 90.0)] == [False, True]
@@ -329,7 +338,13 @@ def test_a_percentage_is_a_scale(tonnage: Program, engine: FakeEngine, measured:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--memory", "1GiB"], ["--total-bytes", "1GiB"], ["--dtype", "bfloat16"], ["--graphs", "x2"]],
+    [
+        ["--memory", "1GiB"],
+        ["--total-bytes", "1GiB"],
+        ["--dtype", "bfloat16"],
+        ["--graphs", "x2"],
+        ["--plan-file", "x"],
+    ],
     ids=str,
 )
 def test_the_stub_takes_no_flags_about_memory(tonnage: Any, flags: list[str]) -> None:

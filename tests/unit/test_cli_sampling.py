@@ -144,6 +144,15 @@ def test_how_the_engine_schedules(tonnage: Program, engine: FakeEngine, flags: s
     assert getattr(engine.options, "chunk_tokens", "absent") == chunk
 
 
+@pytest.mark.parametrize("verb", [("run", "m", "--prompt", "a"), ("run", "m", "--prompt", "a", "--attention", "sdpa")])
+def test_a_plan_file_goes_to_the_engine_as_it_was_typed(
+    tonnage: Program, engine: FakeEngine, tmp_path: Path, verb: Any
+) -> None:
+    path = str(tmp_path / "Plan of Mine.json")
+    assert tonnage(*verb, "--plan-file", path).code == 0
+    assert engine.options.plan_file == path
+
+
 def test_log_probabilities_come_where_they_were_asked_for(
     tonnage: Program, engine: FakeEngine, prompts: Any, tmp_path: Path
 ) -> None:

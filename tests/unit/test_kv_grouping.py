@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,14 +21,15 @@ LAYERS = st.integers(1, 5)
 TEXT = st.builds(Stack, LAYERS, st.integers(1, 40), st.just(16))
 WINDOW = st.builds(Stack, LAYERS, st.integers(1, 40), st.just(16), st.sampled_from([16, 100, 1024]))
 STATE = st.builds(Stack, LAYERS, st.integers(1, 300), st.just(0))
-STACKS = st.tuples(TEXT, WINDOW) | st.tuples(TEXT, STATE) | st.tuples(TEXT, WINDOW, STATE)
+ALIKE = st.builds(replace, TEXT, most_units=st.just(1)), st.builds(replace, WINDOW, most_units=st.just(1))
+STACKS = st.tuples(TEXT, WINDOW) | st.tuples(*ALIKE) | st.tuples(TEXT, STATE) | st.tuples(TEXT, WINDOW, STATE)
 
 
 def twice_lost(stack: Stack, sizes: list[int], slab: int, table: int) -> int | None:
     """The rule once more, one group after the other: layers of each group are counted out."""
     total = 0
     for layers in sizes:
-        units = slab // (layers * stack.unit_bytes)
+        units = min(slab // (layers * stack.unit_bytes), stack.most_units or slab)
         if not units:
             return None
         if stack.unit_tokens == 0:
@@ -124,6 +126,15 @@ def test_every_layer_is_in_one_group_and_fits(stacks):
         assert sum(share.num_layers for share in shares) == stack.num_layers
         assert all(share.num_units * share.num_layers * stack.unit_bytes <= slabs.slab_bytes for share in shares)
         assert all(first.num_layers >= second.num_layers for first, second in pairwise(shares))
+
+
+@pytest.mark.parametrize("key", ["gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "llama-4-scout", "mimo-v2-flash"])
+@pytest.mark.parametrize("block_tokens", [16, 48])
+def test_blocks_of_text_alone_hold_as_many_tokens_in_every_group(key, block_tokens):
+    """One position of the prefix tree is a block of each group."""
+    groups = kv_layout(shapes.config(key), block_tokens=block_tokens).groups
+    assert len(groups) > 1
+    assert {group.block_tokens for group in groups} == {block_tokens}
 
 
 def test_one_kind_alone_is_one_group():

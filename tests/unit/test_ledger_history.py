@@ -118,3 +118,14 @@ def test_the_ring_knows_what_it_lost(num_events: int) -> None:
         account.sub(1, 1)
     assert len(ledger.events()) == num_events
     assert ledger.num_lost_events == 8 - num_events
+
+
+def test_a_look_in_the_middle_of_a_step_tells_of_others_and_of_nothing_else() -> None:
+    ledger = Ledger(0, 100 * MIB, host_is_device=False)
+    ledger.sample(reading(own=10 * MIB, free=90 * MIB))
+    before = ledger.snapshot()
+    ledger.see_others(reading(own=40 * MIB, free=20 * MIB))
+    shot = ledger.snapshot()
+    assert (shot.foreign, shot.foreign_high, shot.free_low) == (40 * MIB, 40 * MIB, 20 * MIB)
+    assert (shot.own, shot.free, shot.unattributed) == (before.own, before.free, before.unattributed)
+    assert ledger.foreign_of(reading(own=95 * MIB, free=10 * MIB)) == 0

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from tonnage.attention.base import Backend
+    from tonnage.attention.pages import Pages
 
 BACKENDS: dict[str, str] = {
     "sdpa": "tonnage.attention.sdpa:SdpaBackend",
@@ -28,8 +29,11 @@ def check_backend(name: str) -> None:
         raise InvalidSetting("attention", name, "no such backend", remedy=f"use one of {', '.join(BACKENDS)}")
 
 
-def make_backend(name: str, pool: torch.Tensor) -> Backend:
-    """The backend ``name`` over ``pool`` [num_slabs, layers, 2, B, Hkv, D]. Raises ``InvalidSetting`` if unknown."""
+def make_backend(name: str, pool: torch.Tensor | Pages) -> Backend:
+    """The backend ``name`` over ``pool``: ``Pages``, or [num_slabs, layers, 2, B, Hkv, D] of one group of layers.
+
+    Raises ``InvalidSetting`` if unknown.
+    """
     check_backend(name)
     module, _, attribute = BACKENDS[name].partition(":")
     backend: Backend = getattr(importlib.import_module(module), attribute)(pool)

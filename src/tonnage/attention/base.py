@@ -6,8 +6,8 @@ Shapes: T = tokens of the step, Hq / Hkv = query / KV heads of this rank, D = he
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
     from tonnage.workspace import StepScratch
 
+Table: TypeAlias = npt.NDArray[np.int32]
+
 #: What a layer may ask of attention beyond causal softmax over grouped heads, and which backends of ours have it.
 FEATURES: dict[str, tuple[str, ...]] = {
-    "window": ("triton", "flashinfer"),
-    "softcap": ("triton", "flashinfer"),
-    "sinks": ("triton",),
+    "window": ("sdpa", "triton", "flashinfer"),
+    "softcap": ("sdpa", "triton", "flashinfer"),
+    "sinks": ("sdpa", "triton"),
 }
 
 
@@ -49,14 +51,16 @@ class Row:
 class Rows:
     """All rows of a step as arrays: row i computes tokens ``[starts[i], ends[i])``, one row behind the other.
 
-    ``table`` is a page table, int32 [slots, blocks], of which row i reads the row ``slots[i]``. To iterate gives each
-    as a ``Row``, for a backend that goes row by row.
+    ``table`` is the page table of the first group of layers, int32 [slots, blocks], of which row i reads the row
+    ``slots[i]``; ``further``: those of the other groups, read alike. To iterate gives each as a ``Row`` with its blocks
+    of the first group, for a backend that goes row by row.
     """
 
     starts: Ints
     ends: Ints
-    table: npt.NDArray[np.int32]
+    table: Table
     slots: Ints
+    further: Sequence[Table] = ()
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Rows:
@@ -81,6 +85,15 @@ class Rows:
             yield Row(start=start, end=end, offset=offset, blocks=self.table[slot])
 
     @property
+    def tables(self) -> tuple[Table, ...]:
+        """By group. An entry whose block has left the window of its layers is 0, and so may be one behind the end."""
+        return self.table, *self.further
+
+    def of_group(self, group: int) -> Rows:
+        """The same rows as the layers of one group see them."""
+        return replace(self, table=self.tables[group], further=())
+
+    @property
     def counts(self) -> Ints:
         return self.ends - self.starts
 
@@ -96,7 +109,7 @@ class Rows:
         return (self.counts == 1) & (self.starts > 0)
 
     def token_slots(self, *, block_tokens: int, slab_tokens: int) -> Ints:
-        """Where each token of the batch lies, counted in tokens from the first of slab 0: int64 [T].
+        """Where each token of the batch lies in the first group, in tokens from the first of slab 0: int64 [T].
 
         ``slab_tokens`` is the distance between two slabs; an entry of ``table`` is the number of one.
         """
@@ -107,7 +120,11 @@ class Rows:
 
 
 class Backend(Protocol):
-    """An attention kernel over paged KV. ``prepare`` runs once a step, ``forward`` once a layer."""
+    """An attention kernel over paged KV. ``prepare`` runs once a step, ``forward`` once a layer.
+
+    Made over ``Pages``, or over the tensor of a pool that has one group of layers. Layers are counted as the model has
+    them; each reads the table of its group.
+    """
 
     name: str
 

@@ -2,7 +2,9 @@
 
 Rows that decode go through the "fa2" kernels, on tensor cores, with pasts cut into parts so that few rows fill the
 chip; the others, whole prompts as well as chunks on a cached past, through "fa3" where the chip is a Hopper and that
-module is there, else through "fa2". New keys and values are written by the append kernel that we have for Triton.
+module is there, else through "fa2". So do all rows in layers with a window: "fa3" reads whole tiles, of which a window
+may begin in the middle, and the pages before it may have other owners by then. New keys and values are written by the
+append kernel that we have for Triton.
 
 A kernel needs a plan that its library makes on the host: once a step for each window that layers have, by the first of
 those layers. In a graph the plan is data: every replay gets a fresh one, whose layout must be that of the captured one.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -32,6 +35,7 @@ from tonnage.attention.flashinfer_modules import (
     refuse_other_heads,
 )
 from tonnage.attention.flashinfer_ring import PinnedRing
+from tonnage.attention.pages import Pages
 from tonnage.buffers.torch_copies import upload
 from tonnage.config import Limits
 from tonnage.declarations.flashinfer import FA3_SM, FlashInferScratch
@@ -68,24 +72,27 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class FlashInferStep:
-    """What one step needs, the same for every layer. ``slots`` int64 [T]: where each new token goes, -1: nowhere."""
+    """What one step needs, the same for every layer of a group. ``slots``, by group, int64 [T]: where each new token
+    goes, -1: nowhere."""
 
-    slots: torch.Tensor
+    slots: Sequence[torch.Tensor]
     parts: list[Part]
     scratch: StepScratch
     floats: torch.Tensor | None = None
 
 
 class FlashInferInputs(StaticLists):
-    """``StaticLists`` and the plans of every graph over them: {rows of the graph: {kind of layer: plan}}."""
+    """``StaticLists`` with what was planned for each graph over them, by its rows: the rows that were loaded last, and
+    the plan of every kind of layer."""
 
-    def __init__(self, limits: Limits, *, block_tokens: int, device: torch.device) -> None:
-        super().__init__(limits, block_tokens=block_tokens, device=device)
+    def __init__(self, limits: Limits, *, block_tokens: int, device: torch.device, num_groups: int = 1) -> None:
+        super().__init__(limits, block_tokens=block_tokens, device=device, num_groups=num_groups)
+        self.loaded: dict[int, HostLists] = {}
         self.plans: dict[int, dict[Kind, Plan]] = {}
 
 
 class FlashInferBackend:
-    """``pool`` is [num_slabs, layers, 2, B, Hkv, D], contiguous; it may grow behind the same address.
+    """``pool`` may grow behind the same address; see ``Pages``.
 
     Raises ``InvalidSetting`` where the kernels cannot run: no card, heads or a dtype they are not made for, no loader,
     none compiled.
@@ -93,15 +100,15 @@ class FlashInferBackend:
 
     name = "flashinfer"
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        assert pool.dim() == 6
-        assert pool.is_contiguous()
-        self._variant = Variant(dtype=str(pool.dtype).removeprefix("torch."), head_dim=pool.shape[-1])
-        self.chip = _require_runnable(pool, self._variant)
-        self._pool = pool
-        _, num_layers, _, self.block_tokens, self._kv_heads, self._head_dim = pool.shape
-        self._slab_tokens = 2 * num_layers * self.block_tokens
-        self._layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(num_layers)]
+    def __init__(self, pool: torch.Tensor | Pages) -> None:
+        pages = Pages.of(pool)
+        dtype = str(pages.slabs.dtype).removeprefix("torch.")
+        self._variant = Variant(dtype=dtype, head_dim=pages.head_dim)
+        self.chip = _require_runnable(pages.slabs, self._variant)
+        self._pool, self._pages = pages.slabs, pages
+        self.block_tokens, self._kv_heads, self._head_dim = pages.block_tokens, pages.kv_heads, pages.head_dim
+        views = pages.views
+        self._layers = [(group, views[group][:, at, 0], views[group][:, at, 1]) for group, at in pages.places]
         self._rings: dict[tuple[int, Kind], PinnedRing] = {}
         self._kernels: dict[tuple[int, Kind], Kernel] = {}
 
@@ -110,33 +117,42 @@ class FlashInferBackend:
     def prepare(self, rows: Rows | Sequence[Row], scratch: StepScratch) -> FlashInferStep:
         """A step with any rows, to be run once: its inputs go over in one copy."""
         rows = rows if isinstance(rows, Rows) else Rows.of(rows)
-        arrays: list[np.ndarray] = [rows.token_slots(block_tokens=self.block_tokens, slab_tokens=self._slab_tokens)]
         kinds = [(SEES_ALL, np.flatnonzero(rows.is_decode)), (SEES_BEFORE, np.flatnonzero(~rows.is_decode))]
-        there, hosts = [(mask, which) for mask, which in kinds if which.size], []
+        there = [(mask, which) for mask, which in kinds if which.size]
+        groups, hosts = [rows.of_group(group) for group in range(self._pages.num_groups)], []
+        arrays: list[np.ndarray] = self._slots(groups)
         for _, which in there:
             host = HostLists.of(rows.counts[which], rows.ends[which], block_tokens=self.block_tokens)
             hosts.append(host)
-            arrays += [host.query_indptr, host.page_indptr, host.pages(rows, which), host.last_page_tokens]
-            arrays.append(_tokens(rows, which))
-        slots, *lists = upload(arrays, self._pool.device)
-        step = FlashInferStep(slots=slots, parts=[], scratch=scratch)
-        for (mask, which), host, first in zip(there, hosts, range(0, len(lists), 5), strict=True):
-            query_indptr, page_indptr, pages, last, tokens = lists[first : first + 5]
-            made = DeviceLists(query_indptr=query_indptr, page_indptr=page_indptr, pages=pages, last_page_tokens=last)
-            step.parts.append(Part(mask=mask, host=host, lists=made, tokens=_span(rows, which) or tokens))
+            arrays += [host.query_indptr, host.page_indptr, host.last_page_tokens, _tokens(rows, which)]
+            arrays += [host.pages(group, which) for group in groups]
+        on_device = iter(upload(arrays, self._pool.device))
+        step = FlashInferStep(slots=list(islice(on_device, len(groups))), parts=[], scratch=scratch)
+        for (mask, which), host in zip(there, hosts, strict=True):
+            query_indptr, page_indptr, last, tokens = islice(on_device, 4)
+            lists = DeviceLists(
+                query_indptr=query_indptr,
+                page_indptr=page_indptr,
+                last_page_tokens=last,
+                pages=list(islice(on_device, len(groups))),
+            )
+            step.parts.append(Part(mask=mask, host=host, lists=lists, tokens=_span(rows, which) or tokens))
         return step
 
     def static_inputs(self, limits: Limits) -> FlashInferInputs:
         """For the graphs of decodes: one set serves the buckets of every batch size, in turn."""
-        return FlashInferInputs(limits, block_tokens=self.block_tokens, device=self._pool.device)
+        return FlashInferInputs(
+            limits, block_tokens=self.block_tokens, device=self._pool.device, num_groups=self._pages.num_groups
+        )
 
     def load(self, inputs: FlashInferInputs, rows: Rows, num_rows: int) -> None:
         """Write a step of decodes, and its plans, for the next replay of the graph of ``num_rows``, on the current
         stream."""
-        slots = rows.token_slots(block_tokens=self.block_tokens, slab_tokens=self._slab_tokens)
-        inputs.inputs.load(rows, slots, block_tokens=self.block_tokens)
+        groups = [rows.of_group(group) for group in range(self._pages.num_groups)]
+        inputs.inputs.load(rows, self._slots(groups), block_tokens=self.block_tokens)
         host = HostLists.of(rows.counts, rows.ends, block_tokens=self.block_tokens, num_rows=num_rows)
-        for kind, captured in inputs.plans[num_rows].items():
+        inputs.loaded[num_rows] = host
+        for kind, captured in inputs.plans.get(num_rows, {}).items():
             plan = self._plan(host, SEES_ALL, kind, captured, is_captured=True)
             # A graph holds the offsets of the plan it was captured with, and no others.
             assert plan.layout == captured.layout, f"{plan.layout} is not the captured {captured.layout}"
@@ -144,19 +160,25 @@ class FlashInferBackend:
     def captured(self, inputs: FlashInferInputs, num_rows: int, scratch: StepScratch) -> FlashInferStep:
         """The step of a graph for ``num_rows`` rows: it reads ``inputs`` and nothing of the host.
 
-        To be run once before it is captured, which makes its plans. The scratch must be that of a captured step of
-        ``num_rows`` decodes, at an address that stays.
+        To be run once before it is captured, which makes its plans: of what is loaded, or of padding alone. The scratch
+        must be that of a captured step of ``num_rows`` decodes, at an address that stays.
         """
         nobody = np.zeros(0, np.int64)
+        padding = HostLists.of(nobody, nobody, block_tokens=self.block_tokens, num_rows=num_rows)
         part = Part(
             mask=SEES_ALL,
-            host=HostLists.of(nobody, nobody, block_tokens=self.block_tokens, num_rows=num_rows),
+            host=inputs.loaded.get(num_rows, padding),
             lists=inputs.compact(num_rows),
             tokens=slice(0, num_rows),
             is_captured=True,
             plans=inputs.plans.setdefault(num_rows, {}),
         )
-        return FlashInferStep(slots=inputs.inputs.slots[:num_rows], parts=[part], scratch=scratch)
+        return FlashInferStep(slots=[slots[:num_rows] for slots in inputs.inputs.slots], parts=[part], scratch=scratch)
+
+    def _slots(self, groups: Sequence[Rows]) -> list[np.ndarray]:
+        """By group: where each token goes."""
+        slab_tokens = self._pages.slab_tokens
+        return [group.token_slots(block_tokens=self.block_tokens, slab_tokens=slab_tokens) for group in groups]
 
     # -- once a step and kind of layer ---------------------------------------------------------------------------
 
@@ -193,7 +215,7 @@ class FlashInferBackend:
                 has_softcap=softcap is not None,
             )
             refuse_missing_modules(variant)
-            wants_fa3 = mask == SEES_BEFORE and self.chip.sm == FA3_SM
+            wants_fa3 = mask == SEES_BEFORE and window is None and self.chip.sm == FA3_SM
             family = "fa3" if wants_fa3 and find_module("fa3", variant) else "fa2"
             path = find_module(family, variant)
             assert path is not None
@@ -218,7 +240,8 @@ class FlashInferBackend:
         refuse(self.name, sinks=sinks)
         assert query.dtype == key.dtype == self._pool.dtype, (query.dtype, self._pool.dtype)
         query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
-        append(step.slots, self._layers[layer][0][0], key, value)
+        group, keys, _ = self._layers[layer]
+        append(step.slots[group], keys[0], key, value)
         queries = query[0].transpose(0, 1)
         out = query.new_empty(queries.shape)
         for part in step.parts:
@@ -239,11 +262,11 @@ class FlashInferBackend:
         plan = part.plans.get(kind)
         if plan is None:
             plan = part.plans[kind] = self._first_plan(step, part, kind, queries.shape[1])
-        keys, values = self._layers[layer]
+        group, keys, values = self._layers[layer]
         own = queries[part.tokens]
         found = out[part.tokens] if isinstance(part.tokens, slice) else own.new_empty(own.shape)
-        kernel = self._kernel(part.mask, kind)
-        kernel.run(plan, own, keys, values, part.lists, found, mask=part.mask, scaling=scaling)
+        kernel, pages = self._kernel(part.mask, kind), part.lists.pages[group]
+        kernel.run(plan, own, keys, values, part.lists, pages, found, mask=part.mask, scaling=scaling)
         if isinstance(part.tokens, torch.Tensor):
             out[part.tokens] = found
 

@@ -94,17 +94,18 @@ class Kernel:
         keys: torch.Tensor,
         values: torch.Tensor,
         lists: DeviceLists,
+        pages: torch.Tensor,
         out: torch.Tensor,
         *,
         mask: int,
         scaling: float,
     ) -> None:
-        """Attend with ``query`` [T, Hq, D] to ``keys`` and ``values`` [slabs, B, Hkv, D]; ``out`` [T, Hq, D] is
-        contiguous."""
+        """Attend with ``query`` [T, Hq, D] to those ``pages`` of ``lists`` of ``keys`` and ``values``
+        [slabs, B, Hkv, D]; ``out`` [T, Hq, D] is contiguous."""
         log_sums, beside_others = None, False
         self._run(
             plan.floats, plan.ints, plan.info, query, keys, values,
-            lists.query_indptr, lists.page_indptr, lists.pages, lists.last_page_tokens,
+            lists.query_indptr, lists.page_indptr, pages, lists.last_page_tokens,
             out, log_sums, mask, TOKENS_FIRST, self._window_left, beside_others, *self._options(scaling),
         )  # fmt: skip
 

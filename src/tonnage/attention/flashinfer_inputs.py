@@ -5,6 +5,7 @@ The planner reads the same numbers on the host: planning from device tensors wou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,51 +75,51 @@ def _indptr(counts: npt.NDArray) -> Int32s:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLists:
-    """The lists of ``HostLists`` that kernels read, on the device, with ``pages`` int32 [at least page_indptr[n]]."""
+    """The lists of ``HostLists`` that kernels read, on the device, with ``pages`` by group of layers, int32
+    [at least page_indptr[n]]: what a group gave up of a row has a number there too, which nobody reads."""
 
     query_indptr: torch.Tensor
     page_indptr: torch.Tensor
-    pages: torch.Tensor
     last_page_tokens: torch.Tensor
+    pages: Sequence[torch.Tensor]
 
 
 class StaticLists:
-    """Device lists at fixed addresses for the graphs of decodes, made inside each graph from ``inputs``: page table
+    """Device lists at fixed addresses for the graphs of decodes, made inside each graph from ``inputs``: page tables
     and lengths, which are all that is written before a replay, beside the plan.
 
     They have room for the supported maximum: every row as long as a sequence may be.
     """
 
-    def __init__(self, limits: Limits, *, block_tokens: int, device: torch.device) -> None:
+    def __init__(self, limits: Limits, *, block_tokens: int, device: torch.device, num_groups: int = 1) -> None:
         max_rows, max_blocks = limits.max_batch_size, ceil_div(limits.max_seq_len, block_tokens)
-        self.inputs = StaticInputs(max_rows=max_rows, max_blocks=max_blocks, device=device)
+        self.inputs = StaticInputs(max_rows=max_rows, max_blocks=max_blocks, device=device, num_groups=num_groups)
         self._block_tokens = block_tokens
-        sizes = (max_rows + 1, max_rows + 1, max_rows * max_blocks, max_rows)
-        query_indptr, page_indptr, pages, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
-        self._lists = DeviceLists(
-            query_indptr=query_indptr, page_indptr=page_indptr, pages=pages, last_page_tokens=last
-        )
 
-    @property
-    def num_bytes(self) -> int:
-        """On the device, for all of them."""
-        lists = self._lists
-        made = (lists.query_indptr, lists.page_indptr, lists.pages, lists.last_page_tokens)
-        return self.inputs.num_bytes + sum(4 * one.numel() for one in made)
+        def made(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._lists = DeviceLists(
+            query_indptr=made(max_rows + 1),
+            page_indptr=made(max_rows + 1),
+            last_page_tokens=made(max_rows),
+            pages=made(num_groups, max_rows * max_blocks).unbind(0),
+        )
 
     def compact(self, num_rows: int) -> DeviceLists:
         """The lists of the first ``num_rows`` rows, from what ``inputs`` hold when the stream gets here."""
         from tonnage.attention.flashinfer_kernels import compact_kernel
 
         inputs, lists = self.inputs, self._lists
-        compact_kernel[(num_rows,)](
-            inputs.lengths, inputs.table, lists.query_indptr, lists.page_indptr, lists.pages, lists.last_page_tokens,
-            num_rows, inputs.table.stride(0),
-            PAGE=self._block_tokens, ROWS_PAD=next_power_of_2(num_rows), TILE=COMPACT_TILE, num_warps=4,
-        )  # fmt: skip
+        for table, pages in zip(inputs.tables, lists.pages, strict=True):
+            compact_kernel[(num_rows,)](
+                inputs.lengths, table, lists.query_indptr, lists.page_indptr, pages, lists.last_page_tokens,
+                num_rows, table.stride(0),
+                PAGE=self._block_tokens, ROWS_PAD=next_power_of_2(num_rows), TILE=COMPACT_TILE, num_warps=4,
+            )  # fmt: skip
         return DeviceLists(
             query_indptr=lists.query_indptr[: num_rows + 1],
             page_indptr=lists.page_indptr[: num_rows + 1],
-            pages=lists.pages,
             last_page_tokens=lists.last_page_tokens[:num_rows],
+            pages=lists.pages,
         )

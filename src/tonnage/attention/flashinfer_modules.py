@@ -16,6 +16,7 @@ from typing import Any
 
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention
+from tonnage.costs.traits import soft_cap
 from tonnage.errors import InvalidSetting
 
 #: What a module is called with may change with the release, so one of another release is not looked at.
@@ -76,8 +77,9 @@ def is_built(variant: Variant) -> bool:
     return True
 
 
-def variants_of(config: ModelConfig, *, dtype: str, has_softcap: bool) -> tuple[Variant, ...]:
+def variants_of(config: ModelConfig, *, dtype: str) -> tuple[Variant, ...]:
     """What the attention layers of a model need, each once."""
+    has_softcap = soft_cap(config) is not None
     mixers = [mixer for layer in config.layers for mixer in layer.mixers if isinstance(mixer, Attention)]
     kinds = [(mixer.head_dim, mixer.window is not None) for mixer in mixers] or [(config.head_dim, False)]
     return tuple(

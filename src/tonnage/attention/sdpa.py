@@ -2,163 +2,107 @@
 
 SDPA has no page table: pages are copied into a contiguous tile first. All decode rows of similar length share one
 tile and one call; a prefill that starts at position 0 needs no tile, since its keys are the ones just computed; a
-chunk after a prefix gathers its own row. ``enable_gqa`` attends with grouped heads, nothing is repeated.
+chunk after a prefix gathers its own row. ``enable_gqa`` attends with grouped heads, nothing is repeated. Layers with a
+window gather what it shows. A soft-cap and sinks are done score by score, one row after the other (``sdpa_scores``).
 
-Tiles and masks come from the step's scratch, whose bound is ``declarations/sdpa.py``. What else a layer makes (the
-output, the page indices) is proportional to the step's own tokens and pages, and part of the measured transient.
+Tiles, masks and scores come from the step's scratch, whose bound is ``declarations/sdpa.py``. What else a layer makes
+(the output, the page indices) is proportional to the step's own tokens and pages, and part of the measured transient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tonnage.attention.base import Row, Rows, refuse
-from tonnage.declarations.sdpa import MASK_TILE_ELEMENTS, TILE_TOKENS
-from tonnage.units import ceil_div, round_up
+from tonnage.attention.base import Row, Rows
+from tonnage.attention.pages import Pages
+from tonnage.attention.sdpa_scores import Span, Wanted, attend, hide
+from tonnage.attention.sdpa_tiles import Tile, Tiles, cut, decode_mask_elements, gathered_tokens, span_elements
 
 if TYPE_CHECKING:
     from tonnage.workspace import StepScratch
 
 
-@dataclass(slots=True)
-class _Tile:
-    """Rows attended together: ``index`` lists their pages, row after row, padded to ``num_blocks`` each."""
-
-    rows: int
-    num_blocks: int
-    index: torch.Tensor  # int64 [rows * num_blocks], position of the page among the pool's pages of layer 0
-    mask: torch.Tensor | None  # additive [rows, 1, 1, num_blocks * B]; None for a prefill chunk
-    queries: torch.Tensor | slice  # where the rows stand in the flattened batch
-    start: int = 0  # prefill chunk only: tokens already cached
-    count: int = 1
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SdpaStep:
-    """What one step needs, the same for every layer."""
+    """What one step needs. Tiles are cut when the first layer of their kind asks, and serve all the others.
 
-    token_index: torch.Tensor  # int64 [T], slot of each new token among the pool's token slots of layer 0
-    fresh: list[tuple[int, int]]  # prefills from position 0, as [offset, end) of the flattened batch
-    decode: list[_Tile]
-    chunks: list[_Tile]
-    gathered: torch.Tensor  # [2, tile tokens * Hkv * D], K and V of the tile at hand
-    mask_tile: torch.Tensor  # additive, flat
+    rows         by group of layers; they differ in their blocks alone
+    fresh        prefills from position 0, as [begin, end) of the flattened batch
+    longest      tokens of the longest row, those before the step included
+    slots        by group, int64 [T]: where each new token goes, in tokens of one layer
+    gathered     [2, tile tokens * Hkv * D], K and V of the tile at hand
+    mask_tile    additive, flat: that of the piece of a prefill at hand
+    masks        the same of all decode tiles, for layers that see as much as ``masked_for`` says; -1: not made yet
+    scores       flat, taken by the first layer that has a soft-cap or sinks
+    tiles        by group and window
+    """
+
+    rows: Sequence[Sequence[Row]]
+    fresh: Sequence[tuple[int, int]]
+    longest: int
+    slots: Sequence[torch.Tensor]
+    scratch: StepScratch
+    gathered: torch.Tensor
+    mask_tile: torch.Tensor
+    masks: torch.Tensor
+    masked_for: int | None = -1
+    scores: torch.Tensor | None = None
+    tiles: dict[tuple[int, int | None], Tiles] = field(default_factory=dict)
+
+    def take_scores(self, num_heads: int) -> torch.Tensor:
+        if self.scores is None:
+            shape = (num_heads * span_elements(self.rows[0])[1],)
+            self.scores = self.scratch.tensor(shape, self.gathered.dtype)
+        return self.scores
 
 
 class SdpaBackend:
-    """``pool`` is [num_slabs, layers, 2, B, Hkv, D], contiguous; it may grow behind the same address."""
+    """``pool`` may grow behind the same address; see ``Pages``."""
 
     name = "sdpa"
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        assert pool.dim() == 6
-        assert pool.is_contiguous()
-        self._pool = pool
-        self._slabs, self._layers, _, self.block_tokens, self._kv_heads, self._head_dim = pool.shape
-        self._pages_per_slab = 2 * self._layers
-        pages = pool.view(-1, self.block_tokens * self._kv_heads * self._head_dim)
-        slots = pool.view(-1, self._kv_heads * self._head_dim)
-        # One page table serves all layers: layer l's K pages are the same array read from page 2*l on, V from 2*l + 1.
-        starts = range(self._pages_per_slab)
-        self._pages = [pages[page:] for page in starts]
-        self._slots = [slots[page * self.block_tokens :] for page in starts]
+    def __init__(self, pool: torch.Tensor | Pages) -> None:
+        self._pages = pages = Pages.of(pool)
+        self._pool, self.block_tokens = pages.slabs, pages.block_tokens
+        every_page, every_slot = (pages.slabs.view(-1, size) for size in (pages.page_elements, pages.token_elements))
+        # One page table serves all layers of a group: the K pages of layer l are the same array read from page 2*l on,
+        # V from 2*l + 1.
+        starts = range(2 * max(shape[0] for shape in pages.shapes))
+        self._from_page = [every_page[page:] for page in starts]
+        self._from_slot = [every_slot[page * self.block_tokens :] for page in starts]
 
     # -- once a step ---------------------------------------------------------------------------------------------
 
     def prepare(self, rows: Rows | Sequence[Row], scratch: StepScratch) -> SdpaStep:
-        rows = list(rows)
-        decode = [row for row in rows if row.count == 1 and row.start > 0]
-        prefill = [row for row in rows if row.count > 1 or row.start == 0]
-        chunks = [self._chunk_tile(row) for row in prefill if row.start > 0]
-        members = self._members(decode)
-        groups = [self._decode_tile(rows_of_tile) for rows_of_tile in members]
-        tile_tokens = max((tile.rows * tile.num_blocks * self.block_tokens for tile in [*groups, *chunks]), default=0)
-        width = self._kv_heads * self._head_dim
+        given = rows if isinstance(rows, Rows) else Rows.of(rows)
+        groups = [given.of_group(group) for group in range(self._pages.num_groups)]
+        listed = [list(group) for group in groups]
+        dtype, any_group = self._pool.dtype, listed[0]
+        tile_elements = gathered_tokens(any_group, self.block_tokens) * self._pages.token_elements
         step = SdpaStep(
-            token_index=self._token_index(rows),
-            fresh=[(row.offset, row.offset + row.count) for row in prefill if row.start == 0],
-            decode=groups,
-            chunks=chunks,
-            gathered=scratch.tensor((2, tile_tokens * width), self._pool.dtype),
-            mask_tile=scratch.tensor((self._mask_tile_elements(chunks),), self._pool.dtype),
+            rows=listed,
+            fresh=[(row.offset, row.offset + row.count) for row in any_group if row.start == 0],
+            longest=max((row.end for row in any_group), default=0),
+            slots=[self._slots(group) for group in groups],
+            scratch=scratch,
+            gathered=scratch.tensor((2, tile_elements), dtype),
+            mask_tile=scratch.tensor((span_elements(any_group)[0],), dtype),
+            masks=scratch.tensor((decode_mask_elements(any_group, self.block_tokens),), dtype),
         )
-        self._make_decode_masks(groups, members, scratch)
-        self._clear_tails(rows)
+        for view, group_rows in zip(self._pages.views, listed, strict=True):
+            self._clear_tails(view, group_rows)
         return step
 
-    def _there(self, array: np.ndarray) -> torch.Tensor:
-        """On the device of the pool."""
-        return torch.from_numpy(array).to(self._pool.device)
+    def _slots(self, rows: Rows) -> torch.Tensor:
+        slots = rows.token_slots(block_tokens=self.block_tokens, slab_tokens=self._pages.slab_tokens)
+        return torch.from_numpy(slots).to(self._pool.device)
 
-    def _token_index(self, rows: Iterable[Row]) -> torch.Tensor:
-        parts = [self._slots_of(row) for row in rows]
-        return self._there(np.concatenate(parts))
-
-    def _slots_of(self, row: Row) -> np.ndarray:
-        position = np.arange(row.start, row.end, dtype=np.int64)
-        block = row.blocks[position // self.block_tokens].astype(np.int64)
-        return block * (self._pages_per_slab * self.block_tokens) + position % self.block_tokens
-
-    def _page_index(self, row: Row, num_blocks: int) -> np.ndarray:
-        """Pages of a row, padded by repeating its own first page: a masked page must still hold finite numbers."""
-        used = ceil_div(row.end, self.block_tokens)
-        index = np.full(num_blocks, row.blocks[0], dtype=np.int64)
-        index[:used] = row.blocks[:used]
-        return index * self._pages_per_slab
-
-    def _chunk_tile(self, row: Row) -> _Tile:
-        num_blocks = ceil_div(row.end, self.block_tokens)
-        return _Tile(
-            rows=1,
-            num_blocks=num_blocks,
-            index=self._there(self._page_index(row, num_blocks)),
-            mask=None,
-            queries=slice(row.offset, row.offset + row.count),
-            start=row.start,
-            count=row.count,
-        )
-
-    def _members(self, decode: Sequence[Row]) -> list[list[Row]]:
-        """Decode rows, longest first, cut so that a padded group stays within one tile."""
-        groups: list[list[Row]] = []
-        limit = 0
-        for row in sorted(decode, key=lambda row: row.end, reverse=True):
-            if not groups or len(groups[-1]) >= limit:
-                groups.append([])
-                padded = round_up(row.end, self.block_tokens)
-                limit = max(1, round_up(TILE_TOKENS, self.block_tokens) // padded)
-            groups[-1].append(row)
-        return groups
-
-    def _decode_tile(self, members: Sequence[Row]) -> _Tile:
-        num_blocks = ceil_div(members[0].end, self.block_tokens)
-        index = np.concatenate([self._page_index(row, num_blocks) for row in members])
-        offsets = np.array([row.offset for row in members])
-        return _Tile(len(members), num_blocks, self._there(index), None, self._there(offsets))
-
-    def _make_decode_masks(
-        self, tiles: Sequence[_Tile], members: Sequence[Sequence[Row]], scratch: StepScratch
-    ) -> None:
-        """One piece of scratch for the masks of all decode tiles: they serve every layer of the step."""
-        widths = [tile.num_blocks * self.block_tokens for tile in tiles]
-        sizes = [tile.rows * width for tile, width in zip(tiles, widths, strict=True)]
-        pieces = scratch.tensor((sum(sizes),), self._pool.dtype).split(sizes)
-        for tile, width, rows, piece in zip(tiles, widths, members, pieces, strict=True):
-            lengths = self._there(np.array([row.end for row in rows])).view(-1, 1, 1, 1)
-            positions = torch.arange(width, device=lengths.device)
-            tile.mask = _hide(piece.view(tile.rows, 1, 1, width), positions >= lengths)
-
-    def _mask_tile_elements(self, chunks: Sequence[_Tile]) -> int:
-        widths = [(tile.count, tile.num_blocks * self.block_tokens) for tile in chunks]
-        return max((min(count * width, max(width, MASK_TILE_ELEMENTS)) for count, width in widths), default=0)
-
-    def _clear_tails(self, rows: Iterable[Row]) -> None:
+    def _clear_tails(self, view: torch.Tensor, rows: Sequence[Row]) -> None:
         """Zero the rest of a row's last block when the row enters it.
 
         A masked key gets weight 0, and 0 times a NaN left by an earlier owner would still be NaN.
@@ -166,7 +110,43 @@ class SdpaBackend:
         for row in rows:
             entered = (row.end - 1) // self.block_tokens * self.block_tokens
             if row.start <= entered and row.end % self.block_tokens:
-                self._pool[int(row.blocks[entered // self.block_tokens]), :, :, row.end % self.block_tokens :] = 0
+                view[int(row.blocks[entered // self.block_tokens]), :, :, row.end % self.block_tokens :] = 0
+
+    # -- once for each kind of layer -----------------------------------------------------------------------------
+
+    def _tiles(self, step: SdpaStep, group: int, window: int | None) -> Tiles:
+        found = step.tiles.get((group, window))
+        if found is None:
+            found = cut(
+                step.rows[group],
+                window,
+                block_tokens=self.block_tokens,
+                slab_pages=self._pages.slab_pages,
+                device=self._pool.device,
+            )
+            step.tiles[group, window] = found
+        return found
+
+    def _decode_masks(self, step: SdpaStep, tiles: Sequence[Tile], window: int | None) -> Sequence[torch.Tensor]:
+        """[rows, 1, 1, padded] of each tile: they serve all layers that see as much, one kind after the other."""
+        widths = [tile.num_blocks * self.block_tokens for tile in tiles]
+        sizes = [len(tile.members) * width for tile, width in zip(tiles, widths, strict=True)]
+        pieces = step.masks[: sum(sizes)].split(sizes)
+        masks = [piece.view(-1, 1, 1, width) for piece, width in zip(pieces, widths, strict=True)]
+        if step.masked_for != window:
+            step.masked_for = window
+            for tile, mask in zip(tiles, masks, strict=True):
+                self._make_mask(tile, mask, window)
+        return masks
+
+    def _make_mask(self, tile: Tile, mask: torch.Tensor, window: int | None) -> None:
+        firsts, ends = (
+            torch.tensor(column, device=mask.device).view(-1, 1, 1, 1)
+            for column in (tile.firsts, [row.end for row in tile.members])
+        )
+        positions = firsts + torch.arange(mask.shape[-1], device=mask.device)
+        hidden = positions >= ends
+        hide(mask, hidden if window is None else hidden | (positions < ends - window))
 
     # -- once a layer --------------------------------------------------------------------------------------------
 
@@ -183,64 +163,80 @@ class SdpaBackend:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        refuse(self.name, window=window, softcap=softcap, sinks=sinks)
-        tokens = query.shape[2]
-        k_slots, v_slots = self._slots[2 * layer], self._slots[2 * layer + 1]
-        k_slots.index_copy_(0, step.token_index, key[0].transpose(0, 1).reshape(tokens, -1))
-        v_slots.index_copy_(0, step.token_index, value[0].transpose(0, 1).reshape(tokens, -1))
+        tokens, (group, place) = query.shape[2], self._pages.places[layer]
+        if window is not None and window >= step.longest:
+            window = None  # nobody has come so far
+        wanted = Wanted(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        for side, new in enumerate((key, value)):
+            slots = self._from_slot[2 * place + side]
+            slots.index_copy_(0, step.slots[group], new[0].transpose(0, 1).reshape(tokens, -1))
         out = query.new_empty(tokens, query.shape[1], value.shape[-1])
         for begin, end in step.fresh:
-            part = scaled_dot_product_attention(
-                query[:, :, begin:end],
-                key[:, :, begin:end],
-                value[:, :, begin:end],
-                is_causal=True,
-                scale=scaling,
-                enable_gqa=True,
-            )
-            out[begin:end] = part[0].transpose(0, 1)
-        for tile in step.decode:
-            keys, values = self._gather(step, tile, layer)
-            rows = query[0].transpose(0, 1)[tile.queries].unsqueeze(2)  # [rows, Hq, 1, D]
-            part = scaled_dot_product_attention(rows, keys, values, attn_mask=tile.mask, scale=scaling, enable_gqa=True)
-            out[tile.queries] = part.squeeze(2)
-        for tile in step.chunks:
-            self._attend_chunk(step, tile, layer, query, out, scaling=scaling)
+            here = slice(begin, end)
+            span = Span(query=query[:, :, here], keys=key[:, :, here], values=value[:, :, here], start=0)
+            self._attend_fresh(step, span, wanted, out[here])
+        tiles = self._tiles(step, group, window)
+        if wanted.is_plain:
+            self._attend_decodes(step, tiles.decode, place, query, out, wanted)
+        # Score by score each row is looked at by itself, and one that decodes is a prefill of one token.
+        for tile in tiles.chunks if wanted.is_plain else (*tiles.decode, *tiles.chunks):
+            self._attend_rows(step, tile, place, query, out, wanted)
         return out.unsqueeze(0)
 
-    def _gather(self, step: SdpaStep, tile: _Tile, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_fresh(self, step: SdpaStep, span: Span, wanted: Wanted, out: torch.Tensor) -> None:
+        """A prompt from position 0, whose keys are the ones just computed."""
+        if wanted.is_plain and (wanted.window is None or wanted.window >= span.count):
+            part = scaled_dot_product_attention(
+                span.query, span.keys, span.values, is_causal=True, scale=wanted.scaling, enable_gqa=True
+            )
+            out[:] = part[0].transpose(0, 1)
+        else:
+            self._attend(step, span, wanted, out)
+
+    def _attend_decodes(
+        self,
+        step: SdpaStep,
+        tiles: Sequence[Tile],
+        place: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        wanted: Wanted,
+    ) -> None:
+        for tile, mask in zip(tiles, self._decode_masks(step, tiles, wanted.window), strict=True):
+            keys, values = self._gather(step, tile, place)
+            rows = query[0].transpose(0, 1)[tile.queries].unsqueeze(2)  # [rows, Hq, 1, D]
+            part = scaled_dot_product_attention(
+                rows, keys, values, attn_mask=mask, scale=wanted.scaling, enable_gqa=True
+            )
+            out[tile.queries] = part.squeeze(2)
+
+    def _attend_rows(
+        self, step: SdpaStep, tile: Tile, place: int, query: torch.Tensor, out: torch.Tensor, wanted: Wanted
+    ) -> None:
+        """The rows of a tile one after the other."""
+        keys, values = self._gather(step, tile, place)
+        for at, (row, first) in enumerate(zip(tile.members, tile.firsts, strict=True)):
+            here, seen = slice(row.offset, row.offset + row.count), slice(0, row.end - first)
+            span = Span(
+                query=query[:, :, here],
+                keys=keys[at : at + 1, :, seen],
+                values=values[at : at + 1, :, seen],
+                start=row.start,
+                base=first,
+            )
+            self._attend(step, span, wanted, out[here])
+
+    def _attend(self, step: SdpaStep, span: Span, wanted: Wanted, out: torch.Tensor) -> None:
+        scores = None if wanted.is_plain else step.take_scores(span.query.shape[1])
+        attend(span, wanted, step.mask_tile, scores, out)
+
+    def _gather(self, step: SdpaStep, tile: Tile, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tile's pages as [rows, Hkv, padded, D]."""
-        num_pages = tile.rows * tile.num_blocks
-        size = num_pages * self.block_tokens * self._kv_heads * self._head_dim
+        num_pages, padded = len(tile.members) * tile.num_blocks, tile.num_blocks * self.block_tokens
         both = []
         for side in (0, 1):
-            flat = step.gathered[side, :size].view(num_pages, -1)
-            torch.index_select(self._pages[2 * layer + side], 0, tile.index, out=flat)
-            padded = tile.num_blocks * self.block_tokens
-            both.append(flat.view(tile.rows, padded, self._kv_heads, self._head_dim).transpose(1, 2))
+            flat = step.gathered[side, : num_pages * self._pages.page_elements].view(num_pages, -1)
+            torch.index_select(self._from_page[2 * place + side], 0, tile.index, out=flat)
+            shape = (len(tile.members), padded, self._pages.kv_heads, self._pages.head_dim)
+            both.append(flat.view(shape).transpose(1, 2))
         return both[0], both[1]
-
-    def _attend_chunk(
-        self, step: SdpaStep, tile: _Tile, layer: int, query: torch.Tensor, out: torch.Tensor, *, scaling: float
-    ) -> None:
-        """A prefill chunk after a cached prefix, its queries cut so that the mask stays within its tile."""
-        assert isinstance(tile.queries, slice)
-        keys, values = self._gather(step, tile, layer)
-        padded = tile.num_blocks * self.block_tokens
-        at_once = max(1, step.mask_tile.numel() // padded)
-        positions = torch.arange(padded, device=query.device)
-        for first in range(0, tile.count, at_once):
-            last = min(first + at_once, tile.count)
-            mask = step.mask_tile[: (last - first) * padded].view(last - first, padded)
-            queries = torch.arange(tile.start + first, tile.start + last, device=query.device)
-            _hide(mask, positions > queries.unsqueeze(1))
-            begin, end = tile.queries.start + first, tile.queries.start + last
-            part = scaled_dot_product_attention(
-                query[:, :, begin:end], keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
-            )
-            out[begin:end] = part[0].transpose(0, 1)
-
-
-def _hide(mask: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Make ``mask`` an additive one: minus infinity where ``hidden``, 0 elsewhere."""
-    return mask.zero_().masked_fill_(hidden, -torch.inf)

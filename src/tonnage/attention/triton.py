@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tonnage.attention.append import append, next_power_of_2
 from tonnage.attention.base import Row, Rows
+from tonnage.attention.pages import Pages
 from tonnage.attention.triton_inputs import StaticInputs
 from tonnage.attention.triton_tuning import Tuning, decode_tuning, prefill_tuning
 from tonnage.buffers.torch_copies import upload
@@ -47,11 +49,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(slots=True, kw_only=True)
 class DecodeRows:
-    """Rows that attend with one token each, on the device; see ``StaticInputs`` for the tensors."""
+    """Rows that attend with one token each, on the device; see ``StaticInputs``. ``tables`` by group."""
 
     tokens: torch.Tensor
     lengths: torch.Tensor
-    table: torch.Tensor
+    tables: Sequence[torch.Tensor]
     num_splits: int
     scratch: StepScratch
     partials: torch.Tensor | None = None
@@ -71,12 +73,12 @@ class DecodeRows:
 
 @dataclass(slots=True, kw_only=True)
 class PrefillRows:
-    """Rows of several queries. The device tensors are those of ``prefill_kernel``; ``blocks`` begins with the
-    ``num_rest`` that torch cannot take. ``fresh`` has the others' rows as [begin, end) of the batch."""
+    """Rows of several queries. The device tensors are those of ``prefill_kernel``, ``tables`` by group; ``blocks``
+    begins with the ``num_rest`` that torch cannot take. ``fresh`` has the others' rows as [begin, end) of the batch."""
 
     spans: torch.Tensor
     blocks: torch.Tensor
-    table: torch.Tensor
+    tables: Sequence[torch.Tensor]
     num_rest: int
     fresh: list[tuple[int, int]]
 
@@ -87,9 +89,10 @@ class PrefillRows:
 
 @dataclass(slots=True, kw_only=True)
 class TritonStep:
-    """What one step needs, the same for every layer. ``slots`` int64 [T]: where each new token goes, -1: nowhere."""
+    """What one step needs, the same for every layer of a group. ``slots``, by group, int64 [T]: where each new token
+    goes, -1: nowhere."""
 
-    slots: torch.Tensor
+    slots: Sequence[torch.Tensor]
     decode: DecodeRows | None = None
     prefill: PrefillRows | None = None
 
@@ -122,25 +125,23 @@ class _Layer:
 
 
 class TritonBackend:
-    """``pool`` is [num_slabs, layers, 2, B, Hkv, D], contiguous; it may grow behind the same address.
+    """``pool`` may grow behind the same address; see ``Pages``.
 
     Raises ``InvalidSetting`` where the kernels cannot run: no card, no Triton, heads too wide, a dtype they lack.
     """
 
     name = "triton"
 
-    def __init__(self, pool: torch.Tensor) -> None:
-        assert pool.dim() == 6
-        assert pool.is_contiguous()
-        _require_runnable(pool)
-        self._pool = pool
-        _, num_layers, _, self.block_tokens, self._kv_heads, self._head_dim = pool.shape
-        self._slab_tokens = 2 * num_layers * self.block_tokens
-        self._layers = [pool[0, layer, 0] for layer in range(num_layers)]
+    def __init__(self, pool: torch.Tensor | Pages) -> None:
+        pages = Pages.of(pool)
+        _require_runnable(pages)
+        self._pool, self._pages = pages.slabs, pages
+        self.block_tokens, self._kv_heads, self._head_dim = pages.block_tokens, pages.kv_heads, pages.head_dim
+        self._layers = [(group, pages.views[group][0, layer, 0]) for group, layer in pages.places]
         self._dim_pad = max(LEAST_DOT_SIZE, next_power_of_2(self._head_dim))
         self._num_sms = MOST_SMS
-        if pool.device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
+        if self._pool.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(self._pool.device).multi_processor_count
 
     @cached_property
     def decode_tuning(self) -> Tuning:
@@ -156,24 +157,24 @@ class TritonBackend:
         """A step with any rows, to be run once: its inputs go over in one copy."""
         rows = rows if isinstance(rows, Rows) else Rows.of(rows)
         decode, prefill = np.flatnonzero(rows.is_decode), np.flatnonzero(~rows.is_decode)
-        arrays: list[np.ndarray] = [rows.token_slots(block_tokens=self.block_tokens, slab_tokens=self._slab_tokens)]
+        arrays: list[np.ndarray] = self._slots(rows)
         if decode.size:
             arrays += [rows.offsets[decode].astype(np.int32), rows.ends[decode].astype(np.int32)]
-            arrays.append(self._table(rows, decode))
+            arrays += self._tables(rows, decode)
         fresh, num_rest = [], 0
         if prefill.size:
             spans = np.stack([rows.starts, rows.ends, rows.offsets], axis=1)[prefill].astype(np.int32)
             is_fresh = (spans[:, 0] == 0) & (spans[:, 1] >= TORCH_TOKENS)
             fresh = [(offset, offset + end) for _, end, offset in spans[is_fresh].tolist()]
             blocks, num_rest = _query_blocks(spans, is_fresh, self.prefill_tuning.queries)
-            arrays += [spans, blocks, self._table(rows, prefill)]
+            arrays += [spans, blocks, *self._tables(rows, prefill)]
         there = iter(upload(arrays, self._pool.device))
-        step = TritonStep(slots=next(there))
+        step = TritonStep(slots=self._by_group(there))
         if decode.size:
-            step.decode = self._decode_rows(next(there), next(there), next(there), scratch)
+            step.decode = self._decode_rows(next(there), next(there), self._by_group(there), scratch)
         if prefill.size:
             step.prefill = PrefillRows(
-                spans=next(there), blocks=next(there), table=next(there), num_rest=num_rest, fresh=fresh
+                spans=next(there), blocks=next(there), tables=self._by_group(there), num_rest=num_rest, fresh=fresh
             )
         return step
 
@@ -182,32 +183,42 @@ class TritonBackend:
         return StaticInputs(
             max_rows=limits.max_batch_size,
             max_blocks=ceil_div(limits.max_seq_len, self.block_tokens),
+            num_groups=self._pages.num_groups,
             device=self._pool.device,
         )
 
     def load(self, inputs: StaticInputs, rows: Rows, num_rows: int) -> None:  # noqa: ARG002 - padding is in the inputs
         """Write a step of decodes for the next replay of the graph of ``num_rows``, on the current stream."""
-        slots = rows.token_slots(block_tokens=self.block_tokens, slab_tokens=self._slab_tokens)
-        inputs.load(rows, slots, block_tokens=self.block_tokens)
+        inputs.load(rows, self._slots(rows), block_tokens=self.block_tokens)
 
     def captured(self, inputs: StaticInputs, num_rows: int, scratch: StepScratch) -> TritonStep:
         """The step of a graph for ``num_rows`` rows: it reads ``inputs`` and nothing of the host.
 
         The scratch must be that of a captured step of ``num_rows`` decodes, at an address that stays.
         """
-        decode = self._decode_rows(inputs.tokens[:num_rows], inputs.lengths[:num_rows], inputs.table, scratch)
-        return TritonStep(slots=inputs.slots[:num_rows], decode=decode)
+        decode = self._decode_rows(inputs.tokens[:num_rows], inputs.lengths[:num_rows], inputs.tables, scratch)
+        return TritonStep(slots=[slots[:num_rows] for slots in inputs.slots], decode=decode)
 
-    def _table(self, rows: Rows, which: np.ndarray) -> np.ndarray:
-        """Pages of some rows, up to the last one that any of them uses."""
+    def _slots(self, rows: Rows) -> list[np.ndarray]:
+        """By group: where each token goes."""
+        groups = [rows.of_group(group) for group in range(self._pages.num_groups)]
+        slab_tokens = self._pages.slab_tokens
+        return [group.token_slots(block_tokens=self.block_tokens, slab_tokens=slab_tokens) for group in groups]
+
+    def _tables(self, rows: Rows, which: np.ndarray) -> list[np.ndarray]:
+        """By group: pages of some rows, up to the last one that any of them uses."""
         width = ceil_div(int(rows.ends[which].max()), self.block_tokens)
-        return rows.table[rows.slots[which], :width]
+        return [table[rows.slots[which], :width] for table in rows.tables]
+
+    def _by_group(self, tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+        """The next ones, one a group."""
+        return list(islice(tensors, self._pages.num_groups))
 
     def _decode_rows(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scratch: StepScratch
+        self, tokens: torch.Tensor, lengths: torch.Tensor, tables: Sequence[torch.Tensor], scratch: StepScratch
     ) -> DecodeRows:
         splits = num_splits(lengths.shape[0], self._kv_heads, num_sms=self._num_sms)
-        return DecodeRows(tokens=tokens, lengths=lengths, table=table, num_splits=splits, scratch=scratch)
+        return DecodeRows(tokens=tokens, lengths=lengths, tables=tables, num_splits=splits, scratch=scratch)
 
     # -- once a layer --------------------------------------------------------------------------------------------
 
@@ -228,21 +239,27 @@ class TritonBackend:
         query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
         wanted = _Layer(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
         out = query.new_empty(query.shape[2], query.shape[1], self._head_dim)
-        pages = self._layers[layer]
-        append(step.slots, pages, key, value)
+        group, pages = self._layers[layer]
+        append(step.slots[group], pages, key, value)
         if step.decode is not None:
-            self._decode(step.decode, pages, query, out, wanted)
+            self._decode(step.decode, step.decode.tables[group], pages, query, out, wanted)
         if step.prefill is not None:
             num_blocks = step.prefill.blocks.shape[0]
             if step.prefill.fresh and wanted.may_use_torch(step.prefill.longest_fresh):
                 num_blocks = step.prefill.num_rest
                 _attend_fresh(step.prefill.fresh, query, key, value, out, scaling=scaling)
             if num_blocks:
-                self._prefill(step.prefill, num_blocks, pages, query, out, wanted)
+                self._prefill(step.prefill, step.prefill.tables[group], num_blocks, pages, query, out, wanted)
         return out.unsqueeze(0)
 
     def _decode(
-        self, rows: DecodeRows, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor, wanted: _Layer
+        self,
+        rows: DecodeRows,
+        table: torch.Tensor,
+        pages: torch.Tensor,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        wanted: _Layer,
     ) -> None:
         from tonnage.attention.triton_kernels import combine_kernel, decode_kernel
 
@@ -251,9 +268,9 @@ class TritonBackend:
         is_split = splits > 1
         parts, sums = rows.take_partials(num_heads, self._head_dim) if is_split else (out, out)
         decode_kernel[(self._kv_heads, rows.num, splits)](
-            out, parts, sums, query, pages, rows.table, rows.lengths, rows.tokens,
+            out, parts, sums, query, pages, table, rows.lengths, rows.tokens,
             out if wanted.sinks is None else wanted.sinks,
-            query.stride(1), query.stride(2), rows.table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
+            query.stride(1), query.stride(2), table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
             GROUP=group, GROUP_PAD=max(LEAST_DOT_SIZE, next_power_of_2(group)), TILE=tuning.keys,
             IS_SPLIT=is_split, **self._shape, **wanted.options, **tuning.launch,
         )  # fmt: skip
@@ -267,6 +284,7 @@ class TritonBackend:
     def _prefill(
         self,
         rows: PrefillRows,
+        table: torch.Tensor,
         num_blocks: int,
         pages: torch.Tensor,
         query: torch.Tensor,
@@ -277,8 +295,8 @@ class TritonBackend:
 
         num_heads, tuning = query.shape[1], self.prefill_tuning
         prefill_kernel[(num_heads, num_blocks)](
-            out, query, pages, rows.table, rows.spans, rows.blocks, out if wanted.sinks is None else wanted.sinks,
-            query.stride(1), query.stride(2), rows.table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
+            out, query, pages, table, rows.spans, rows.blocks, out if wanted.sinks is None else wanted.sinks,
+            query.stride(1), query.stride(2), table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
             NUM_HEADS=num_heads, QUERIES=tuning.queries, TILE=tuning.keys,
             **self._shape, **wanted.options, **tuning.launch,
         )  # fmt: skip
@@ -288,7 +306,7 @@ class TritonBackend:
         """Compile-time constants of the pool."""
         return {
             "NUM_KV_HEADS": self._kv_heads,
-            "SLAB": self._slab_tokens * self._kv_heads * self._head_dim,
+            "SLAB": self._pages.slab_elements,
             "HEAD_DIM": self._head_dim,
             "DIM_PAD": self._dim_pad,
             "PAGE": self.block_tokens,
@@ -333,16 +351,16 @@ def _attend_fresh(
         out[begin:end] = part[0].transpose(0, 1)
 
 
-def _require_runnable(pool: torch.Tensor) -> None:
-    remedy = "use sdpa"
+def _require_runnable(pages: Pages) -> None:
+    remedy, pool = "use sdpa", pages.slabs
     if importlib.util.find_spec("triton") is None:
         raise InvalidSetting("attention", "triton", "the package triton is not installed", remedy=remedy)
     import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     if pool.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise InvalidSetting("attention", "triton", f"runs on a CUDA device, not on {pool.device}", remedy=remedy)
-    if pool.shape[-1] > MOST_HEAD_DIM:
-        what = f"has heads of at most {MOST_HEAD_DIM}, the model's are {pool.shape[-1]} wide"
+    if pages.head_dim > MOST_HEAD_DIM:
+        what = f"has heads of at most {MOST_HEAD_DIM}, the model's are {pages.head_dim} wide"
         raise InvalidSetting("attention", "triton", what, remedy=remedy)
     if pool.dtype not in DTYPES:
         have = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)

@@ -163,7 +163,8 @@ class Holding:
                 self._past.add(live.text, index + 1)
 
     def _hold(self, live: Live) -> None:
-        whole = min(live.computed, len(live.text.tokens)) // self._limits.block_tokens
+        told = len(live.text.tokens) if self._limits.steps_ahead else live.computed
+        whole = min(live.computed, told) // self._limits.block_tokens
         if whole > live.num_held:
             self._held.add(live.text, live.num_held, whole)
             live.num_held = whole

@@ -179,6 +179,7 @@ def _engine_part(result: RunResult) -> Document:
             "planned_bytes": planned_own_bytes(result),
             "peak_bytes": result.peak_own_bytes,
             "unattributed_bytes": result.snapshot.unattributed,
+            "watch": None if result.watch is None else asdict(result.watch),
         },
     }
 

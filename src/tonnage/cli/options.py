@@ -162,6 +162,11 @@ class ServingOptions:
         option("--chunk-tokens", "N", "Most prompt tokens in a step (default: few in one that also decodes), or none."),
     ] = None
 
+    plan_file: Annotated[
+        Text,
+        option("--plan-file", "FILE", "Keep what the start measures; a later one that fits it runs no probes."),
+    ] = None
+
     def admission_setting(self) -> Setting[str]:
         """Raises ``InvalidSetting`` for a policy that there is not."""
         return setting(self.admission, "--admission", parse_admission)
@@ -173,6 +178,8 @@ class ServingOptions:
         if self.chunk_tokens is not None:
             uncut = self.chunk_tokens.strip().lower() == "none"
             given["chunk_tokens"] = "none" if uncut else parse_count(self.chunk_tokens, knob="--chunk-tokens")
+        if self.plan_file is not None:
+            given["plan_file"] = self.plan_file
         return given
 
 

@@ -125,6 +125,7 @@ def _refuse_money(settings: dict[str, Any]) -> None:
     """The stub has no memory to plan; flags about it would be passed over in silence."""
     asked = {setting.where: setting.is_set for _, setting in settings["knobs"].items()}
     asked |= {"--memory": settings.get("memory_bytes"), "--dtype": settings.get("dtype")}
+    asked |= {"--plan-file": settings.get("plan_file")}
     given = [flag for flag, is_set in asked.items() if is_set and flag not in _STUB_KNOWS]
     if given:
         raise UserError(

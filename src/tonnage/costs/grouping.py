@@ -9,6 +9,9 @@ the one that loses fewest bytes on a sequence of ``TYPICAL_TOKENS`` tokens; for 
 padding of every slab in use, half a block at the end of a sequence (and at the start of a window), and for each page
 table a 1,024th of the sequence. Ties go to fewer groups, then to the smaller slab. One kind alone loses nothing: one
 group, blocks as asked for.
+
+Where all that is kept are tokens of the text, blocks of all groups hold as many of them (``Stack.most_units``): one
+position of the prefix tree is then one block of each group. Only the spread over groups is chosen there.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ GROUP_SHARE = 1024
 @dataclass(frozen=True, slots=True)
 class Stack:
     """Equal layers. ``unit_bytes`` is the smallest block of one layer: ``unit_tokens`` tokens, or with 0 tokens the
-    state of one sequence. ``window``: tokens that live at most, None for all."""
+    state of one sequence. ``window``: tokens that live at most, None for all. ``most_units`` of it in a block, None:
+    any number."""
 
     num_layers: int
     unit_bytes: int
     unit_tokens: int
     window: int | None = None
+    most_units: int | None = None
 
     @property
     def num_ends(self) -> int:
@@ -42,6 +47,11 @@ class Stack:
     @property
     def live_tokens(self) -> int:
         return TYPICAL_TOKENS if self.window is None else min(self.window, TYPICAL_TOKENS)
+
+    def units_in(self, slab_bytes: int, num_layers: int) -> int:
+        """In a block of so many layers; 0: it does not fit."""
+        units = slab_bytes // (num_layers * self.unit_bytes)
+        return units if self.most_units is None else min(units, self.most_units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +158,7 @@ def loss(stack: Stack, parts: Cut, slab_bytes: int, table: int) -> int | None:
         return 2 * sum(groups * (slab_bytes - layers * unit) for layers, groups in parts) if fits else None
     live, ends, total = stack.live_tokens, stack.num_ends, 0
     for layers, groups in parts:
-        units = slab_bytes // (layers * unit)
+        units = stack.units_in(slab_bytes, layers)
         if units == 0:
             return None
         full = units * layers * unit
@@ -190,4 +200,4 @@ def _multiples(blocks: set[int], least: int, most: int) -> set[int]:
 
 def _shares(stack: Stack, num_groups: int, slab_bytes: int) -> tuple[Share, ...]:
     sizes = [layers for layers, groups in cut(stack.num_layers, num_groups) for _ in range(groups)]
-    return tuple(Share(size, slab_bytes // (size * stack.unit_bytes) if stack.unit_tokens else 1) for size in sizes)
+    return tuple(Share(size, stack.units_in(slab_bytes, size) if stack.unit_tokens else 1) for size in sizes)

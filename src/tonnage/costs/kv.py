@@ -27,6 +27,9 @@ DEFAULT_STATE_DTYPE = "float32"
 
 _ORDER = (KVGroupKind.FULL, KVGroupKind.LATENT, KVGroupKind.WINDOW, KVGroupKind.CROSS, KVGroupKind.STATE)
 
+#: Kinds whose blocks hold tokens of the text.
+_OF_TEXT = (KVGroupKind.FULL, KVGroupKind.LATENT, KVGroupKind.WINDOW)
+
 
 def kv_layout(
     config: ModelConfig,
@@ -43,8 +46,9 @@ def kv_layout(
 
     kv_dtype      the dtype that is allocated (default: that of the weights)
     state_dtype   of recurrent matrices (default: config.json's, else float32)
-    block_tokens  any number from 1 to 65,536; where kinds differ, a group's blocks hold a multiple of it. Under
-                  context parallelism these are tokens of this rank: every cp-th block of a sequence is here
+    block_tokens  any number from 1 to 65,536; where there are states, or an encoder's tokens, beside the text's, a
+                  group's blocks hold a multiple of it. Under context parallelism these are tokens of this rank: every
+                  cp-th block of a sequence is here
     with_mtp      whether the layers for multi-token prediction, on the last stage, keep a cache too
 
     Raises ``InvalidSetting`` for a dtype, a block size or a rank, ``UnsupportedModel`` where nothing is kept at all.
@@ -97,9 +101,10 @@ def _place(entry: Entry) -> tuple[int, int, int, int]:
 @lru_cache(maxsize=256)
 def _layout(stacks: tuple[tuple[Entry, tuple[int, ...]], ...], block_tokens: int) -> KVLayout:
     units = [lcm(block_tokens, entry.tokens) if entry.tokens else 0 for entry, _ in stacks]
+    is_text = all(entry.kind in _OF_TEXT for entry, _ in stacks) and len(set(units)) == 1
     slabs = choose_slabs(
         tuple(
-            Stack(len(numbers), _block_bytes(entry, tokens), tokens, entry.window)
+            Stack(len(numbers), _block_bytes(entry, tokens), tokens, entry.window, 1 if is_text else None)
             for (entry, numbers), tokens in zip(stacks, units, strict=True)
         )
     )

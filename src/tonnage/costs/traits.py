@@ -166,6 +166,10 @@ TRAITS: dict[str, Traits] = {
 }  # fmt: skip
 
 
+#: What a class assumes of ``attn_logit_softcapping`` where config.json is silent.
+CLASS_SOFT_CAPS = {"gemma2": 50.0}
+
+
 def traits_of(config: ModelConfig) -> tuple[Traits, bool]:
     """The family's row with every switch read, and whether there is one; an unknown family is taken to be plain."""
     row = TRAITS.get(config.model_type)
@@ -180,6 +184,12 @@ def traits_of(config: ModelConfig) -> tuple[Traits, bool]:
     read["mlp_bias"] = read["mlp_bias"] or read["every_bias"] or config.mlp_bias
     read["qk_norm"] = read["qk_norm"] or config.qk_norm
     return Traits(**read), known
+
+
+def soft_cap(config: ModelConfig) -> float | None:
+    """Of attention scores: x becomes cap * tanh(x / cap). None: they stay as they are."""
+    cap: Any = inner_raw(config).get("attn_logit_softcapping", CLASS_SOFT_CAPS.get(config.model_type))
+    return float(cap) if cap else None
 
 
 def inner_raw(config: ModelConfig) -> Mapping[str, object]:

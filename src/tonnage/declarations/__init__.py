@@ -47,6 +47,7 @@ def _sdpa(shape: AttentionShape) -> tuple[Scratch, ...]:
             v_head_dim=shape.v_head_dim,
             element_bytes=shape.element_bytes,
             block_tokens=shape.block_tokens,
+            scored_heads=shape.num_heads if shape.is_scored else 0,
         ),
     )
 

@@ -4,7 +4,9 @@ SDPA has no page table, so each layer copies the pages it attends to into a cont
 its rows into tiles, so its scratch is bounded by the longest single row or ``TILE_TOKENS``, whichever is more,
 and does not grow with the number of sequences, but for the decode masks, which are small beside it.
 
-Masks are additive, in the dtype of the queries: from a boolean one SDPA would make that by itself, out of sight.
+Masks are additive, in the dtype of the queries: from a boolean one SDPA would make that by itself, out of sight. SDPA
+knows neither a soft-cap nor sinks; where layers have one of them, scores of a piece of one row's queries are written
+out, for every query head as many as the largest mask has elements. A window makes nothing larger.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ MASK_TILE_ELEMENTS = 2**18
 
 @dataclass(frozen=True, kw_only=True)
 class SdpaScratch(Scratch):
-    """Bytes = gathered K and V of a tile + its masks; heads are this rank's, ``v_head_dim`` None: as ``head_dim``."""
+    """Bytes = gathered K and V of a tile + its masks + scores; heads are this rank's, ``v_head_dim`` None: as
+    ``head_dim``. ``scored_heads``: query heads whose scores are written out; 0: none are."""
 
     backend: str = "sdpa"
     name: str = "gathered pages and masks"
     share: str = "attention"
     keeps_state: bool = False
     alignment: int = 64
-    source: str = "own backend: attention/sdpa.py takes these three pieces, each aligned"
+    source: str = "own backend: attention/sdpa.py takes these pieces, each aligned"
     kv_heads: int
     head_dim: int
     element_bytes: int
     block_tokens: int
     v_head_dim: int | None = None
+    scored_heads: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -57,10 +61,16 @@ class SdpaScratch(Scratch):
         row = round_up(shape.max_row_tokens, self.block_tokens)
         return min(shape.prefill_tokens * row, max(row, MASK_TILE_ELEMENTS))
 
+    def score_elements(self, shape: StepShape) -> int:
+        """Scores of one piece of queries: as many for each head as one mask has, or as a decode has keys."""
+        row = round_up(shape.max_row_tokens, self.block_tokens) if shape.decode_rows else 0
+        return self.scored_heads * max(row, self.prefill_mask_elements(shape))
+
     def bytes_at(self, shape: StepShape, chip: Chip) -> int:  # noqa: ARG002 - the same on every chip
         pieces = (
             self.tile_tokens(shape) * self.bytes_per_token,
             self.prefill_mask_elements(shape) * self.element_bytes,
             self.decode_mask_elements(shape) * self.element_bytes,
+            self.score_elements(shape) * self.element_bytes,
         )
         return sum(round_up(piece, self.alignment) for piece in pieces)

@@ -9,6 +9,7 @@ from tonnage.config import DEFAULT_BLOCK_TOKENS
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention, Latent, Mixer
 from tonnage.costs.ranks import rank_shape
+from tonnage.costs.traits import soft_cap, traits_of
 from tonnage.layout import DTYPE_BYTES
 from tonnage.terms import Rank
 from tonnage.units import ceil_div
@@ -30,6 +31,7 @@ class AttentionShape:
     has_short_mha           short contexts of a sparse latent layer are expanded like dense ones
     kv_dtype                of the cache as it is allocated
     row_tokens              query tokens of a decoding row: its last token and what is drafted after it
+    is_scored               scores are changed one by one, by a soft-cap or by sinks
     num_windows             how many lengths of window such layers have, none counting as one
     """
 
@@ -45,6 +47,7 @@ class AttentionShape:
     kv_dtype: str = "bfloat16"
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     row_tokens: int = 1
+    is_scored: bool = False
     num_windows: int = 1
 
     @property
@@ -114,7 +117,13 @@ def attention_shapes(
     for mixer in mixers:
         if shape := _shape(mixer, num_ranks, algorithm):
             windows.setdefault(shape, set()).add(mixer.window if isinstance(mixer, Attention) else None)
-    known: dict[str, Any] = {"kv_dtype": kv_dtype, "block_tokens": block_tokens, "row_tokens": row_tokens}
+    traits = traits_of(config)[0]
+    known: dict[str, Any] = {
+        "kv_dtype": kv_dtype,
+        "block_tokens": block_tokens,
+        "row_tokens": row_tokens,
+        "is_scored": soft_cap(config) is not None or bool(traits.sinks) or traits.window_sinks,
+    }
     return tuple(replace(shape, **known, num_windows=len(found)) for shape, found in windows.items())
 
 

@@ -79,6 +79,10 @@ class Nvml:
             return own.num_bytes
         return None
 
+    def driver_version(self) -> str | None:
+        """Of the NVIDIA driver: "580.159.04"."""
+        return self._asked(lambda nvml, _: str(nvml.nvmlSystemGetDriverVersion()))
+
     def others(self) -> tuple[NvmlProcess, ...] | None:
         """Everyone else on the card, or None where we cannot tell ourselves from them."""
         listed = self.processes()

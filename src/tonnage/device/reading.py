@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
 from tonnage.device.driver import Driver, PoolStats
 from tonnage.ledger import Ledger
 from tonnage.terms import How, LineKind, MemoryKind, Reading
+from tonnage.units import MiB
 
 #: Looks that must agree before they are given up: memory may move between two calls.
 MAX_LOOKS = 3
@@ -41,10 +45,12 @@ def take_reading(
 ) -> Reading:
     """Look at the device: free and total, our own bytes, torch's statistics, our accounts, our pool.
 
-    Where the device cannot tell what this process holds (a container, MIG, WSL), ``own_bytes`` is inferred: what was
-    free before the device was opened (``ledger.free_before_bytes``; where nobody looked, what is free at the first
-    reading, the accounts, and a context of the usual size) less what is free now. What other processes take or give
-    back meanwhile then counts as our own, and what they held before stays as it was; ``own_source`` says "inferred".
+    Where the device cannot tell what this process holds (a container, MIG, WSL), ``own_bytes`` is inferred, and
+    ``own_source`` says so. While an engine starts: what was free before the device was opened
+    (``ledger.free_before_bytes``; where nobody looked, what is free at the first reading, the accounts, and a context
+    of the usual size) less what is free now. What other processes take or give back meanwhile then counts as our own,
+    and what they held before stays as it was. Once ``ledger.own_is_known`` was told that nothing unseen is ours any
+    more: the accounts, and what they left unexplained then. Whatever moves beside them is others'.
 
     ``torch``: read its statistics, if it is imported and has initialised CUDA; it is never imported here.
 
@@ -54,8 +60,6 @@ def take_reading(
     """
     free, total, own = _look(driver)
     source = HOST_SOURCE if driver.kind == "host" else NVML
-    if own is None:
-        own, source = _inferred(driver, ledger, free)
     statistics = _torch_statistics(driver) if torch else {}
     torch_reserved = statistics.get("reserved_bytes.all.current", 0)
     if torch_counted_bytes is not None:
@@ -65,6 +69,8 @@ def take_reading(
         stats = pool.stats()
         pool_reserved = stats.reserved_bytes
         _book(ledger, POOL_SLACK, pool_reserved - stats.used_bytes)
+    if own is None:
+        own, source = _inferred(driver, ledger, free)  # from the accounts as they stand with all that was booked
     return Reading(
         phase=phase,
         at_ns=time.monotonic_ns(),
@@ -86,9 +92,11 @@ class Sampler:
 
     A look asks for free memory alone, some microseconds. Only when that changed and the accounts do not explain it,
     and once in ``full_every`` looks anyway, a whole reading is taken (``read``, by default ``take_reading``) and given
-    to the ledger, which notes what others hold at its least, at its most, and when it changed.
+    to ``tell``, by default the ledger's ``sample``, which notes what others hold at its least, at its most, and when
+    it changed. ``ledger.see_others`` notes that and nothing else: for readings in the middle of steps. ``free`` asks
+    for the free bytes, by default the driver's.
 
-    Use as a context manager, or call ``start`` and ``stop``.
+    Use as a context manager, or call ``start`` and ``stop``. The thread keeps neither the process nor this alive.
     """
 
     def __init__(
@@ -99,14 +107,21 @@ class Sampler:
         interval_s: float = 0.1,
         full_every: int = 10,
         read: Callable[[], Reading] | None = None,
+        tell: Callable[[Reading], None] | None = None,
+        free: Callable[[], int] | None = None,
     ) -> None:
-        self._driver, self._ledger = driver, ledger
+        self._ledger = ledger
         self._interval_s, self._full_every = interval_s, full_every
+        self._free = free or (lambda: driver.mem_info()[0])
         self._read = read or (lambda: take_reading(driver, phase="sampled", ledger=ledger))
+        self._tell = tell or ledger.sample
         self._explained: int | None = None  # free plus accounts: constant as long as only our accounts move memory
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._at_exit: Callable[[], None] = lambda: None
+        self._lowest = threading.Lock()
+        #: What ended the thread before it was stopped.
+        self.failure: Exception | None = None
         self.lowest_free_bytes: int | None = None
         self.num_looks = self.num_readings = 0
 
@@ -114,22 +129,38 @@ class Sampler:
         """Begin, if it is not running. The first look is taken before this returns, and may raise."""
         if self._thread is not None:
             return
-        self._asked.clear()
-        self._failure = None
+        # Its own: a thread of before that has not seen the old one yet ends all the same.
+        self._asked = threading.Event()
+        self.failure = None
         self.look()
-        self._thread = threading.Thread(target=self._run, name="tonnage sampler", daemon=True)
+        arguments = (weakref.ref(self), self._asked, self._interval_s)
+        self._thread = threading.Thread(target=_keep_looking, args=arguments, name="tonnage sampler", daemon=True)
+        # A look that is under way while the interpreter ends would ask a driver that ends with it.
+        self._at_exit = partial(_end, self._asked, weakref.ref(self._thread))
+        atexit.register(self._at_exit)
         self._thread.start()
 
     def stop(self) -> None:
         """Take a last look and end; does nothing where it is not running. Raises what ended the thread early, if so."""
         if self._thread is None:
             return
-        self._asked.set()
-        self._thread.join()
-        self._thread = None
-        if self._failure is not None:
-            raise self._failure
+        self.end()
+        if self.failure is not None:
+            raise self.failure
         self.look()
+
+    def end(self) -> None:
+        """End without a look, and raise nothing; does nothing where it is not running."""
+        if self._thread is not None:
+            self._asked.set()
+            self._thread.join()
+            self._thread = None
+            atexit.unregister(self._at_exit)
+
+    def restart(self) -> None:
+        """The lowest figure begins anew with what is free now."""
+        with self._lowest:
+            self.lowest_free_bytes = self._free()
 
     def __enter__(self) -> Sampler:
         self.start()
@@ -147,22 +178,53 @@ class Sampler:
 
     def look(self) -> None:
         """One look, as the thread does it; not while the thread runs."""
-        free, _ = self._driver.mem_info()
-        self.lowest_free_bytes = free if self.lowest_free_bytes is None else min(free, self.lowest_free_bytes)
+        with self._lowest:
+            free, lowest = self._free(), self.lowest_free_bytes
+            self.lowest_free_bytes = free if lowest is None else min(free, lowest)
         explained = free + self._ledger.accounted_bytes
         if explained != self._explained or self.num_looks % self._full_every == 0:
-            self._ledger.sample(self._read())
+            self._tell(self._read())
             self.num_readings += 1
         self._explained = explained
         self.num_looks += 1
 
-    def _run(self) -> None:
-        while not self._asked.wait(self._interval_s):
-            try:
-                self.look()
-            except Exception as error:  # noqa: BLE001 - told by stop: a thread has nobody to tell
-                self._failure = error
-                return
+
+def wait_until_stable(
+    free_bytes: Callable[[], int | None], *, num_looks: int = 3, interval_s: float = 0.05, timeout_s: float = 5.0
+) -> tuple[int | None, bool]:
+    """Wait until ``free_bytes()`` was the same, to a MiB, at ``num_looks`` looks in a row; returns what it was last,
+    and whether it stands still. Not longer than ``timeout_s``: others may go on taking and giving for ever; and not at
+    all where it is None, as nobody tells."""
+    until, num_same, free = time.monotonic() + timeout_s, 1, free_bytes()
+    while free is not None and num_same < num_looks:
+        if time.monotonic() >= until:
+            return free, False
+        time.sleep(interval_s)
+        before, free = free, free_bytes()
+        num_same = num_same + 1 if free is not None and abs(free - before) <= MiB else 1
+    return free, True
+
+
+def _keep_looking(sampler: weakref.ref[Sampler], asked: threading.Event, interval_s: float) -> None:
+    """The thread of a ``Sampler``; between two looks it holds nothing of it."""
+    while not asked.wait(interval_s):
+        found = sampler()
+        if found is None:
+            return
+        try:
+            found.look()
+        except Exception as error:  # noqa: BLE001 - told by stop: a thread has nobody to tell
+            found.failure = error
+            return
+        del found
+
+
+def _end(asked: threading.Event, thread: weakref.ref[threading.Thread]) -> None:
+    """At the interpreter's end: a look is not waited for for ever."""
+    asked.set()
+    found = thread()
+    if found is not None:
+        found.join(1.0)
 
 
 def _look(driver: Driver) -> tuple[int, int, int | None]:
@@ -180,6 +242,8 @@ def _look(driver: Driver) -> tuple[int, int, int | None]:
 def _inferred(driver: Driver, ledger: Ledger, free: int) -> tuple[int | None, str]:
     if driver.kind == "host":
         return None, UNKNOWN
+    if ledger.beyond_accounts_bytes is not None:
+        return ledger.accounted_bytes + ledger.beyond_accounts_bytes, INFERRED
     if ledger.free_before_bytes is None:
         from tonnage.costs.context import context_bytes
 

@@ -45,27 +45,51 @@ def _attend(
     attention_mask: torch.Tensor | None = None,  # noqa: ARG001 - causality and pages are in the step
     *,
     scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    """By the names under which classes of transformers pass what a layer needs: a token sees ``sliding_window`` tokens,
+    itself included; ``s_aux`` are sinks [Hq]."""
     layer: Any = module.layer_idx  # a tensor where layers are compiled
     if torch.compiler.is_compiling():
-        return torch.ops.tonnage.attend(query, key, value, layer, scaling), None
-    return _forward(query, key, value, int(layer), scaling), None
+        return torch.ops.tonnage.attend(query, key, value, layer, scaling, sliding_window, softcap, s_aux), None
+    return _forward(query, key, value, int(layer), scaling, sliding_window, softcap, s_aux), None
 
 
-def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     backend, prepared = _here.step
-    out: torch.Tensor = backend.forward(prepared, layer, query, key, value, scaling=scaling)
+    out: torch.Tensor = backend.forward(
+        prepared, layer, query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks
+    )
     return out
 
 
 @torch.library.custom_op("tonnage::attend", mutates_args=())
 def _attend_op(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: torch.Tensor, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """``_forward`` as one operation that compiled code calls and does not look into. The pages that it writes are no
-    argument of it: nobody else in a layer reads them. ``layer`` is one number, on the host."""
-    return _forward(query, key, value, int(layer), scaling)
+    argument of it: nobody else in a layer reads them. ``layer`` is one number, on the host; the numbers behind it are
+    constants of the compiled code, of which there is one for each kind of layer."""
+    return _forward(query, key, value, int(layer), scaling, window, softcap, sinks)
 
 
 @_attend_op.register_fake
@@ -75,5 +99,8 @@ def _(
     value: torch.Tensor,
     layer: torch.Tensor,  # noqa: ARG001
     scaling: float,  # noqa: ARG001
+    window: int | None,  # noqa: ARG001
+    softcap: float | None,  # noqa: ARG001
+    sinks: torch.Tensor | None,  # noqa: ARG001
 ) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])

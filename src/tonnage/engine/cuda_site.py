@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from tonnage.buffers import Device, Stream
 from tonnage.buffers.torch_fence import DEFAULT_SLACK_BYTES, close_boundary, open_boundary
 from tonnage.buffers.torch_memory import TorchMemory
-from tonnage.buffers.torch_segments import Route
 from tonnage.device.cuda import CudaDriver
 from tonnage.device.cuda_devices import CudaDevice, cuda_devices
 from tonnage.device.nvml import Nvml
-from tonnage.device.reading import take_reading
-from tonnage.engine.site import ROUNDING_BYTES, Site, StepPeak, no_memory_left
+from tonnage.device.reading import take_reading, wait_until_stable
+from tonnage.device.without import WithoutVirtualMemory
+from tonnage.engine.site import KV, ROUNDING_BYTES, Site, StepPeak, no_memory_left
+from tonnage.engine.step_segments import StepSegments
 from tonnage.errors import DoesNotFit, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind, MemoryKind, Quantity, Reading, Source
 from tonnage.units import round_up
 
-SEGMENTS_LATER = "its segments come from the driver, one sampled figure for all of them"
+RESTLESS = "others went on taking and giving memory of the device while this engine opened it"
 
 
 class CudaSite(Site):
     """Device ``ordinal`` of those that this process sees, with torch on a stream of ours.
 
     The context, torch's start and whatever libraries take are this process's own from the beginning. Others on the
-    card are told apart by NVML, or inferred from what was free before we came.
+    card are told apart by NVML, or inferred from what was free before we came. ``why_static``: why its virtual memory
+    is not used; empty: it is.
     """
 
     memory = MemoryKind.GPU
     driver: CudaDriver
     is_capped_by_use = True
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, *, why_static: str = "") -> None:
         described = device_at(ordinal)
-        free_before = _free_before(described)
-        driver = CudaDriver(ordinal)
-        _, total = driver.mem_info()
+        free_before, told = _free_before(described)
+        driver: Any = CudaDriver(ordinal)
+        if why_static:
+            driver = WithoutVirtualMemory(driver, why_static)
+        try:
+            if free_before is None:  # by NVML nobody could tell
+                told = [] if wait_until_stable(lambda: driver.mem_info()[0])[1] else [RESTLESS]
+            self._enter(driver, described, free_before)
+            self.told += told
+        except BaseException:
+            driver.close()
+            raise
+
+    def _enter(self, driver: CudaDriver, described: CudaDevice, free_before: int | None) -> None:
+        """Everything that ``driver`` is opened for."""
+        ordinal, total = driver.ordinal, driver.mem_info()[1]
         ledger = Ledger(ordinal, total, host_is_device=False)
         ledger.free_before_bytes = free_before
         stream = Stream.create(Device(driver))
@@ -49,6 +65,7 @@ class CudaSite(Site):
         self._described = described
         self.torch_device = torch.device("cuda", ordinal)
         self._torch_memory = TorchMemory(ordinal)
+        self._steps = StepSegments(self, self._torch_memory)
         self._graph_pool_bytes = 0
         with torch.cuda.device(ordinal):
             torch.cuda.init()
@@ -67,13 +84,18 @@ class CudaSite(Site):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream):
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream), self._steps.used():
             yield
 
+    def identity(self) -> dict[str, str]:
+        return {
+            "device": self.driver.name,
+            "device_bytes": str(self.capacity_bytes),
+            "driver": self.driver.nvml.driver_version() or f"CUDA {cuda_devices().driver_version}",
+        }
+
     def own_bytes(self) -> int | None:
-        return take_reading(
-            self.driver, phase="own", ledger=self.ledger, torch_counted_bytes=self._graph_pool_bytes
-        ).own_bytes
+        return self.read("own").own_bytes
 
     def foreign(self) -> Quantity:
         free, total = self.driver.mem_info()
@@ -84,6 +106,10 @@ class CudaSite(Site):
             "the device's total less what is free and what is ours",
         )
 
+    def beyond_accounts_bytes(self) -> int:
+        found = self.read("beyond")  # brings torch's account up to date
+        return max(0, found.total_bytes - found.free_bytes - self.ledger.accounted_bytes)
+
     def available_bytes(self) -> int | None:
         return self.driver.mem_info()[0]
 
@@ -92,7 +118,8 @@ class CudaSite(Site):
         return no_memory_left(what, "the device", need_bytes=need_bytes, have_bytes=have_bytes, remedies=remedies)
 
     def read(self, phase: str) -> Reading:
-        return take_reading(self.driver, phase=phase, ledger=self.ledger, torch_counted_bytes=self._graph_pool_bytes)
+        counted = self._graph_pool_bytes + self._steps.live_bytes
+        return take_reading(self.driver, phase=phase, ledger=self.ledger, torch_counted_bytes=counted)
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -106,6 +133,7 @@ class CudaSite(Site):
         torch.cuda.empty_cache()
 
     def settle(self, phase: str) -> None:
+        self._steps.poll()
         found = self.read(phase)
         self.peak_own_bytes = max(self.peak_own_bytes or 0, found.own_bytes or 0)
         self.ledger.sample(found)
@@ -139,9 +167,44 @@ class CudaSite(Site):
         self.sampled("graphs", LineKind.GRAPHS).sampled(grown)
         return Quantity.exact(round_up(grown, ROUNDING_BYTES), Source.MEASURED, "growth of the process by captures")
 
+    def dropped(self, clear: Callable[[], None]) -> int:
+        before = self.free_bytes()
+        clear()
+        self.driver.device_sync()
+        self._graph_pool_bytes = 0
+        self.sampled("graphs", LineKind.GRAPHS).sampled(0)
+        return max(0, self.free_bytes() - before)
+
+    def release(self, tags: Collection[str]) -> dict[str, int]:
+        """With the KV cache goes what torch keeps for steps, in our arena and outside: none runs without it."""
+        if KV not in tags:
+            return super().release(tags)
+        before = self.free_bytes()
+        torch.cuda.empty_cache()
+        beside = max(0, self.free_bytes() - before) + self._steps.arena_bytes
+        with self._steps.asleep():
+            freed = super().release({*tags, *self._steps.tags})
+        return {tag: freed[tag] + beside * (tag == KV) for tag in tags}
+
+    def materialize(self, tags: Collection[str]) -> None:
+        super().materialize({*tags, *self._steps.tags} if KV in tags else tags)
+
+    def route_steps(self, *, step_bytes: int, try_out: Callable[[], None]) -> None:
+        """What torch cached of the probes goes back first: the arena has that room."""
+        self.driver.device_sync()
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_reserved(self.torch_device) - self._graph_pool_bytes
+        self._steps.open(step_bytes=step_bytes, kept_bytes=kept + DEFAULT_SLACK_BYTES, try_out=try_out)
+
     def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:  # noqa: ARG002
         """Torch is held to what it has reserved by now and a slack."""
-        boundary = close_boundary(self._torch_memory, route=Route(shim=None, reason=SEGMENTS_LATER))
+        boundary = close_boundary(
+            self._torch_memory,
+            route=self._steps.route,
+            segments=self._steps.all,
+            # The arena is theirs whole; the slack is what torch's own pool may take beside it.
+            slack_bytes=DEFAULT_SLACK_BYTES + self._steps.headroom_bytes,
+        )
         self.closing(lambda: open_boundary(self._torch_memory, boundary))
         return (boundary.paragraph(),)
 
@@ -176,9 +239,15 @@ def device_at(ordinal: int) -> CudaDevice:
     return found.devices[ordinal]
 
 
-def _free_before(device: CudaDevice) -> int | None:
-    """What is free before our context comes: by it, what is ours can be inferred where the driver does not tell."""
-    if torch.cuda.is_initialized():
-        return None
-    memory = Nvml(device.uuid).memory()
-    return None if memory is None else memory.free_bytes
+def _free_before(device: CudaDevice) -> tuple[int | None, list[str]]:
+    """What is free, once it stands still, before our context comes: by it, what is ours can be inferred where the
+    driver does not tell; None where torch has made the context already. And sentences for the report."""
+    nvml = Nvml(device.uuid)
+
+    def free_bytes() -> int | None:
+        memory = nvml.memory()
+        return None if memory is None else memory.free_bytes
+
+    free, is_stable = wait_until_stable(free_bytes)
+    told = [] if is_stable else [RESTLESS]
+    return None if torch.cuda.is_initialized() else free, told

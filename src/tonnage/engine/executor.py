@@ -134,7 +134,8 @@ class Executor:
         """Last hidden states [T, H] of the flattened batch."""
         assert self._backend is not None
         plan = inputs.plan
-        rows = Rows(starts=plan.starts, ends=plan.ends, table=inputs.table, slots=inputs.slots)
+        table, *further = inputs.tables
+        rows = Rows(starts=plan.starts, ends=plan.ends, table=table, slots=inputs.slots, further=further)
         if self.graphs is not None and rows.is_decode.all():
             bucket = self.graphs.bucket(len(rows))
             if bucket is not None:

@@ -1,4 +1,4 @@
-"""What a model asks beyond causal softmax over grouped heads with one cache for all layers, and who has it.
+"""What a model asks beyond causal softmax over grouped heads that see the whole text, and who has it.
 
 The attention function that the engine registers in transformers takes whatever a class passes to it; what neither
 engine nor backend acts upon would be ignored without a word, and the text would be wrong. So every such thing is read
@@ -8,12 +8,13 @@ from the config, before a byte is loaded, and refused by name where it is not se
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 
 from tonnage.attention import BACKENDS
 from tonnage.attention.base import FEATURES
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Attention, Latent, Mixer, Recurrent
-from tonnage.costs.traits import inner_raw, traits_of
+from tonnage.costs.traits import inner_raw, soft_cap, traits_of
 from tonnage.errors import UnsupportedModel
 
 #: In words, those of ``attention.base.FEATURES`` first: they are a backend's; the others are of no backend here.
@@ -31,17 +32,13 @@ WORDS: Mapping[str, str] = {
     "shared": "layers that read the cache of another layer",
     "state": "recurrent states",
     "values": "value heads of another size than key heads",
-    "mixed": "layers whose caches differ",
+    "mixed": "layers whose heads differ",
     "encoder": "an encoder beside the text model",
     "packed weights": "weights in a packed format",
 }
 
-#: Of a backend's features, those that the executor passes on to it. It keeps one page table for all layers, so that a
-#: window needs more than passing on.
-PASSED_ON: Set[str] = frozenset()
-
-#: What a class assumes of ``attn_logit_softcapping`` where config.json is silent.
-CLASS_SOFT_CAPS = {"gemma2": 50.0}
+#: Of a backend's features, those that the engine passes on to it (``attend``).
+PASSED_ON: Set[str] = frozenset(("window", "softcap", "sinks"))
 
 _ENCODERS = ("vision_config", "audio_config", "speech_config")
 
@@ -96,8 +93,7 @@ def _bare(key: str) -> str:
 def _of_scores(config: ModelConfig) -> Iterator[tuple[str, str]]:
     """What is done to the scores of a layer, and to which tokens they go."""
     raw, traits = inner_raw(config), traits_of(config)[0]
-    cap = raw.get("attn_logit_softcapping", CLASS_SOFT_CAPS.get(config.model_type))
-    if cap:
+    if (cap := soft_cap(config)) is not None:
         yield "softcap", f"attn_logit_softcapping = {cap}"
     if traits.sinks or traits.window_sinks:
         yield "sinks", f"one learned sink a head in the class of {config.model_type}"
@@ -133,9 +129,14 @@ def _of_layers(config: ModelConfig) -> Iterator[tuple[str, str]]:
                 counts[feature] = counts.get(feature, 0) + 1
     for (key, said), count in counts.items():
         yield key, f"{said} in {count} of {config.num_layers} layers"
-    kinds = {layer.mixers for layer in config.layers}
+    kinds = {tuple(_without_window(mixer) for mixer in layer.mixers) for layer in config.layers}
     if len(kinds) > 1:
         yield "mixed", f"{len(kinds)} kinds of layers"
+
+
+def _without_window(mixer: Mixer) -> Mixer:
+    """Layers that differ in what they see alone have groups of their own; heads of all must be alike."""
+    return replace(mixer, window=None) if isinstance(mixer, Attention) else mixer
 
 
 def _of_mixer(mixer: Mixer, *, chunk: object) -> Iterator[tuple[str, str]]:

@@ -76,6 +76,13 @@ class HostSite(Site):
     def card(self) -> Card:
         return host_card(self.driver.capacity_bytes, page_bytes=self.driver.capabilities().page_bytes)
 
+    def identity(self) -> dict[str, str]:
+        """Torch's kernels keep buffers for each of their threads."""
+        import torch
+
+        threads = str(torch.get_num_threads())
+        return {"device": "host", "device_bytes": str(self.driver.capacity_bytes), "threads": threads}
+
     def own_bytes(self) -> int | None:
         return self.driver.own_bytes()
 
@@ -83,6 +90,13 @@ class HostSite(Site):
         free, total = self.driver.mem_info()
         found = max(0, total - free - self.driver.used_bytes)
         return Quantity.exact(found, Source.MEASURED, "the device's total less what is free and what is ours")
+
+    def beyond_accounts_bytes(self) -> int:
+        return self.foreign().bytes
+
+    def free_bytes(self) -> int:
+        """What this process has on its heap is taken from the device's size, though not from its pages."""
+        return max(0, super().free_bytes() - self._heap_bytes(self.driver.own_bytes()))
 
     def available_bytes(self) -> int | None:
         return host_memory().available_bytes
@@ -97,7 +111,8 @@ class HostSite(Site):
         own, peak = found.own_bytes, None
         if own is not None and process.own_bytes is not None and process.peak_own_bytes is not None:
             peak = max(own, process.peak_own_bytes - (process.own_bytes - own))
-        free = max(0, found.free_bytes - self._heap_bytes())
+        # By what was own at that very look: the heap may grow before it is asked again.
+        free = max(0, found.free_bytes - self._heap_bytes(own))
         return replace(found, free_bytes=free, peak_own_bytes=peak)
 
     def reset_peak(self) -> None:
@@ -167,9 +182,8 @@ class HostSite(Site):
         self.closing(lambda: lift_fence(name))
         return ()
 
-    def _heap_bytes(self) -> int:
+    def _heap_bytes(self, own: int | None) -> int:
         """What this process holds beyond the pages of the device: they know nothing of each other."""
-        own = self.driver.own_bytes()
         return 0 if own is None else max(0, own - self.driver.used_bytes)
 
     def _close_driver(self) -> None:

@@ -33,18 +33,23 @@ class PromptSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepInputs:
-    """``ids`` int64 [num_tokens], of which some may be ``pending``: a step that has not landed draws them. ``table`` is
-    the page table, int32 [slots, blocks], and ``slots`` says which row of it each plan row reads. ``sampling``: one row
-    for each that samples, in the plan's order; ``penalties``: the tables of token counts by slot, None while no request
-    needs them."""
+    """``ids`` int64 [num_tokens], of which some may be ``pending``: a step that has not landed draws them. ``tables``
+    are the page tables, int32 [slots, blocks] for each group of layers, and ``slots`` says which row of them each plan
+    row reads. ``sampling``: one row for each that samples, in the plan's order; ``penalties``: the tables of token
+    counts by slot, None while no request needs them."""
 
     plan: StepPlan
     ids: Ints
-    table: Ids
+    tables: Sequence[Ids]
     slots: Ints
     sampling: SamplingRows
     penalties: PenaltyTensors | None = None
     prompts: Sequence[PromptSlice] = ()
+
+    @property
+    def table(self) -> Ids:
+        """That of the first group."""
+        return self.tables[0]
 
     @classmethod
     def of(cls, scheduled: Scheduled, batch: Batch, managers: Managers) -> StepInputs:
@@ -52,7 +57,7 @@ class StepInputs:
         return cls(
             plan=plan,
             ids=batch.token_ids(plan, slots),
-            table=managers.kv.table,
+            tables=tuple(managers.kv.tables.values()),
             slots=slots,
             sampling=batch.sampling.rows(slots[plan.samples], plan.ends[plan.samples]),
             penalties=managers.penalties.tables(),

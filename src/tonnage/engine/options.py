@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from tonnage.attention.choice import choose
 from tonnage.budget.reference.knobs import ReferenceKnobs
@@ -23,6 +24,28 @@ AUTO = "auto"
 TRANSFER_SLICE_S = 0.01
 #: No step waits for its transfers for longer.
 MAX_TRANSFER_SLICE_S = 3600
+#: Time between two looks at who holds what of a card; a host is looked at between steps alone.
+WATCH_INTERVAL_S = 0.1
+#: Above it a watch would see nothing of what comes and goes.
+MAX_WATCH_INTERVAL_S = 60
+
+#: What each field must be, in words, for those whose type is all that is checked here.
+_TYPES: dict[str, tuple[type | tuple[type, ...], str, str]] = {
+    "model": (str, "not a text", "write a folder, a .gguf file, smollm2, or a hub id"),
+    "device": (str, "not a text", "write cpu, cuda, or cuda:1"),
+    "attention": (str, "not a text", "write a name, or leave it out"),
+    "knobs": (Knobs, "no Knobs", "give Knobs(kv_tokens=Setting(8192)), or leave it out"),
+    "limit_knobs": (LimitKnobs, "no LimitKnobs", "give LimitKnobs(max_seq_len=Setting(4096)), or leave it out"),
+    "dtype": ((str, type(None)), "not a text", 'write "bfloat16", or leave it out'),
+    "chunk_tokens": ((int, str, type(None)), "neither a number of tokens nor none", "write 64, or none"),
+    "fence": (bool, "neither True nor False", "write False, or leave it out"),
+    "random_weights": (bool, "neither True nor False", "write True, or leave it out"),
+    "compile": (bool, "neither True nor False", "write False, or leave it out"),
+    "static_pool": (bool, "neither True nor False", "write True, or leave it out"),
+    "torch_segments": (bool, "neither True nor False", "write True, or leave it out"),
+    "reference": ((ReferenceKnobs, type(None)), "no ReferenceKnobs", "give ReferenceKnobs(), or leave it out"),
+    "plan_file": ((str, Path, type(None)), "not a path", "name a file, or leave it out"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +108,16 @@ class EngineOptions:
 
     ``fence`` makes that cap hard for the whole process: an allocation past it fails. Switch it off where the same
     process holds other large things of its own; the ledger then still reports what passes the cap.
+
+    ``static_pool``: the device's virtual memory is not used, as where it has none: the pool is sized before the graphs
+    are captured, by what the planner declares for them.
+
+    ``torch_segments``: on a card, steps get their memory from an arena of the planned size, counted segment by segment,
+    and not from torch's own pool (docs/torch-boundary.md says what that costs).
+
+    ``plan_file``: what this start measures is kept there with its plan, and a later start that would measure the same
+    takes it from there. ``watch_interval_s``: so often a thread looks at who holds what of the device; 0: never, None:
+    ten times a second on a card and never on the host.
     """
 
     model: str
@@ -102,14 +135,18 @@ class EngineOptions:
     scratch_head_bytes: int = 0
     transfer_slice_s: float = TRANSFER_SLICE_S
     reference: ReferenceKnobs | None = None
+    plan_file: str | Path | None = None
+    static_pool: bool = False
+    torch_segments: bool = False
+    watch_interval_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ``InvalidSetting`` for a size or a time that cannot be, and for the size of a card."""
-        for name in ("device", "attention"):
-            if not isinstance(getattr(self, name), str):
-                raise InvalidSetting(
-                    name, shown(getattr(self, name)), "not a text", remedy="write a name, or leave it out"
-                )
+        """Raise ``InvalidSetting`` for a value of another type, a size or a time that cannot be, and for the size of a
+        card."""
+        for name, (kinds, told, remedy) in _TYPES.items():
+            _check_type(name, getattr(self, name), kinds, told, remedy=remedy)
+        if self.watch_interval_s is not None:
+            check_number("watch_interval_s", self.watch_interval_s, 0, MAX_WATCH_INTERVAL_S)
         check_number("transfer_slice_s", self.transfer_slice_s, 0, MAX_TRANSFER_SLICE_S, above=True)
         check_whole("scratch_head_bytes", self.scratch_head_bytes, 0)
         if self.memory_bytes is None:
@@ -142,6 +179,13 @@ class EngineOptions:
         return int(match[1] or 0) if match else 0
 
     @property
+    def watch_s(self) -> float:
+        """Seconds between two looks of the watch; 0: there is none."""
+        if self.watch_interval_s is None:
+            return WATCH_INTERVAL_S if self.device_kind == "cuda" else 0
+        return self.watch_interval_s
+
+    @property
     def attention_backend(self) -> str:
         """The one that was asked for, or the fastest for the device of those that no model asks anything of."""
         return choose(self.device_kind) if self.attention == AUTO else self.attention
@@ -168,3 +212,10 @@ class EngineOptions:
         if self.reference is not None:
             return None if self.reference.kv_dtype == "auto" else self.reference.kv_dtype
         return self.knobs.kv_dtype.value
+
+
+def _check_type(name: str, value: Any, kinds: type | tuple[type, ...], told: str, *, remedy: str) -> None:
+    """A bool is an int to Python, and to nobody who writes a number."""
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        raise InvalidSetting(name, shown(value), told, remedy=remedy)

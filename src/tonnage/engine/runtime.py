@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from tonnage.engine.options import Chunking
 from tonnage.engine.outcome import Pending
 from tonnage.engine.picked import Scheduled
 from tonnage.engine.site import Site
+from tonnage.engine.watch import Watch
 from tonnage.ledger import Ledger
 from tonnage.report import RunResult
 from tonnage.terms import MemoryPlan
@@ -36,6 +38,9 @@ class Runtime(Protocol):
     def steps_ahead(self) -> int:
         """So many steps are launched before the one before them has landed."""
 
+    @property
+    def watch(self) -> Watch | None: ...
+
     def active(self) -> AbstractContextManager[object]:
         """Around a whole step: what is asked of torch goes to the device and in its order."""
 
@@ -47,6 +52,24 @@ class Runtime(Protocol):
 
     def drain(self) -> None:
         """After a step that ran out of memory: wait for the device and give back what nobody holds."""
+
+    def release(self, tags: Collection[str]) -> Mapping[str, int]:
+        """Give the memory of "weights" and "kv" back; returns the bytes of each. Nobody holds a block, no step runs.
+
+        Raises ``UserError`` where the device cannot, and whatever a release raises: everything is as before then.
+        """
+
+    def materialize(self, tags: Collection[str]) -> None:
+        """Bring it back, all or nothing. Raises ``CannotMaterialize`` where there is not enough memory now."""
+
+    def drop_graphs(self) -> int:
+        """Give the graphs' memory back; returns its bytes."""
+
+    def recapture(self) -> None:
+        """Capture them again."""
+
+    def holdings(self) -> tuple[tuple[tuple[str, int], ...], int | None]:
+        """Bytes that are held of the device, by owner, the largest first; and what the driver says of them in all."""
 
     def result(self, **counts: Any) -> RunResult: ...
 
@@ -65,6 +88,11 @@ class DeviceRuntime:
     site: Site
     executor: Executor
     steps_ahead: int = 0
+    plan_file: str = ""
+
+    @property
+    def watch(self) -> Watch | None:
+        return self.site.watch
 
     @property
     def ledger(self) -> Ledger:
@@ -83,6 +111,28 @@ class DeviceRuntime:
     def settle(self, phase: str) -> None:
         self.site.settle(phase)
 
+    def release(self, tags: Collection[str]) -> Mapping[str, int]:
+        return self.site.release(tags)
+
+    def materialize(self, tags: Collection[str]) -> None:
+        self.site.materialize(tags)
+
+    def drop_graphs(self) -> int:
+        graphs = self.executor.graphs
+        return 0 if graphs is None else self.site.dropped(graphs.clear)
+
+    def recapture(self) -> None:
+        if (graphs := self.executor.graphs) is not None:
+            graphs.warm_up()
+            self.site.captured(graphs.capture)
+
+    def holdings(self) -> tuple[tuple[tuple[str, int], ...], int | None]:
+        self.settle("asleep")
+        shot = self.site.ledger.snapshot()
+        of_device = [entry for entry in shot.entries if entry.memory is self.site.memory and entry.physical_bytes]
+        found = sorted(((entry.owner, entry.physical_bytes) for entry in of_device), key=lambda pair: -pair[1])
+        return tuple(found), shot.own
+
     def result(self, **counts: Any) -> RunResult:
         self.settle("end")
         moved = self.managers.kv.stats()
@@ -93,6 +143,8 @@ class DeviceRuntime:
             plan=self.plan,
             audit=self.site.ledger.audit(),
             peak_own_bytes=self.site.peak_own_bytes,
+            watch=None if self.watch is None else self.watch.record(),
+            plan_file=self.plan_file,
             **counts,
         )
 

@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
                       file that ``tonnage buckets --output`` wrote
     host_kv_bytes     host memory for evicted blocks, beside the device
     prefix_caching    False: nothing is used again for texts that begin alike
+    plan_file         what the start measures is kept there; a later start that would measure the same runs no probes
     fence             False: the cap on the host is watched and not enforced, for a process with other large things
     """
 
@@ -69,6 +70,7 @@ class Options(TypedDict, total=False):
     graphs: str | None
     host_kv_bytes: Size
     prefix_caching: bool | None
+    plan_file: str | Path | None
     fence: bool | None
 
 
@@ -110,6 +112,7 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
         attention=options.get("attention") or AUTO,
         chunk_tokens="none" if chunk_tokens == "none" else _read(options, "chunk_tokens", parse_count),
         fence=_fence(options.get("fence")),
+        plan_file=options.get("plan_file"),
     )
 
 

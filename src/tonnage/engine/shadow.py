@@ -68,6 +68,10 @@ class Shadow:
         slots = inputs.table[inputs.slots[row], positions // self.block_tokens]
         self.device[slots, positions % self.block_tokens] = EMPTY
 
+    def forget(self) -> None:
+        """The device's memory has gone, and comes back with nothing in it."""
+        self.device[:] = EMPTY
+
     def take_scratch(self, num_slots: int) -> None:
         """Somebody works in the first so many slots now: they hold nothing of the cache's."""
         self._num_scratch = num_slots

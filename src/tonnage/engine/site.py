@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tonnage.buffers import Stream, VaArena
+from tonnage.buffers import Restore, Stream, VaArena
 from tonnage.device.driver import Driver
-from tonnage.errors import BufferInUse, DoesNotFit, DriverError, RangeReferenced
+from tonnage.engine.collector import settle, thaw
+from tonnage.errors import BufferInUse, DoesNotFit, DriverError, RangeReferenced, UserError
 from tonnage.hardware import Card
 from tonnage.ledger import Account, Ledger
 from tonnage.resources.host_pool import HostPool
@@ -22,6 +23,10 @@ from tonnage.units import MiB, format_bytes, round_up
 if TYPE_CHECKING:
     import torch
 
+    from tonnage.engine.watch import Watch
+
+#: Tags of arenas, by which they are put to sleep.
+WEIGHTS, KV = "weights", "kv"
 #: Repeated starts differ by some pages; rounding up makes equal starts give equal plans.
 ROUNDING_BYTES = MiB
 
@@ -53,6 +58,10 @@ class Site(ABC):
         self.driver, self.stream, self.ledger, self.capacity_bytes = driver, stream, ledger, capacity_bytes
         self.host_pool: HostPool | None = None
         self.peak_own_bytes: int | None = None
+        self._arenas: list[VaArena] = []
+        #: Sentences for the report about how the device was found.
+        self.told: list[str] = []
+        self.watch: Watch | None = None
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -67,6 +76,10 @@ class Site(ABC):
         """Around whatever asks torch for something: its work then goes to our device and stream."""
         return nullcontext()
 
+    @abstractmethod
+    def identity(self) -> dict[str, str]:
+        """What of the device the figures of a start depend on, by name."""
+
     # -- memory --------------------------------------------------------------------------------------------------
 
     def open_host_pool(self, *, asked_bytes: int, slab_bytes: int, also_needed_bytes: int) -> None:
@@ -76,10 +89,47 @@ class Site(ABC):
         )
         self._closing.append(self.host_pool.close)
 
-    def arena(self, owner: str, line: LineKind, *, reserve_bytes: int) -> VaArena:
-        arena = VaArena(self.stream, ledger=self.ledger, owner=owner, line=line, reserve_bytes=reserve_bytes)
+    def arena(
+        self, owner: str, line: LineKind, *, reserve_bytes: int, tag: str, restore: Restore = Restore.NONE
+    ) -> VaArena:
+        """``tag``: what it is released by, and ``restore`` what becomes of its contents then."""
+        arena = VaArena(
+            self.stream,
+            ledger=self.ledger,
+            owner=owner,
+            line=line,
+            reserve_bytes=reserve_bytes,
+            tag=tag,
+            restore=restore,
+        )
         self._closing.append(arena.close)
+        self._arenas.append(arena)
         return arena
+
+    def release(self, tags: Collection[str]) -> dict[str, int]:
+        """Give back the memory of the arenas with these tags, at their addresses; returns the bytes of each tag.
+
+        Raises ``UserError`` on a device without virtual memory, and what ``VirtualMemory.release`` raises; everything
+        is as it was then.
+        """
+        found = self.driver.capabilities()
+        if not found.vmm:
+            raise UserError(
+                f"This engine cannot sleep: {self.driver.name} has no virtual memory to give back",
+                remedy="close the engine, and start it again later",
+            )
+        freed = {tag: sum(arena.usable_bytes for arena in self._arenas if arena.tag == tag) for tag in tags}
+        self.finish()
+        self.stream.device.virtual.release(*tags)
+        return freed
+
+    def materialize(self, tags: Collection[str]) -> None:
+        """Bring it back, contents too as far as they were kept. Raises ``CannotMaterialize``; nothing has changed."""
+        self.stream.device.virtual.materialize(*tags).sync()
+
+    def dropped(self, clear: Callable[[], None]) -> int:
+        """Run ``clear``, which drops what ``captured`` made; returns the bytes that are free by it."""
+        raise NotImplementedError
 
     def closing(self, close: Callable[[], None]) -> None:
         """To be called when this is closed, before whatever was made earlier."""
@@ -96,6 +146,10 @@ class Site(ABC):
     def foreign(self) -> Quantity:
         """What others hold on the device now."""
 
+    @abstractmethod
+    def beyond_accounts_bytes(self) -> int:
+        """What is gone of the device and in no account of ours: others' bytes, and whatever of ours nobody saw."""
+
     def remainder(self, owner: str, line: LineKind) -> Quantity:
         """What the process holds and no account explains becomes ``owner``'s, measured here and rounded up to a MiB."""
         self.trim()
@@ -105,6 +159,10 @@ class Site(ABC):
         return Quantity.exact(
             round_up(found, ROUNDING_BYTES), Source.MEASURED, "held by the process and in no other account"
         )
+
+    def free_bytes(self) -> int:
+        """What is free on the device now, as a reading tells it."""
+        return self.driver.mem_info()[0]
 
     @abstractmethod
     def available_bytes(self) -> int | None:
@@ -157,6 +215,10 @@ class Site(ABC):
         """Run ``capture`` and tell what the graphs that it makes keep."""
         raise NotImplementedError
 
+    def route_steps(self, *, step_bytes: int, try_out: Callable[[], None]) -> None:  # noqa: B027
+        """Steps get their memory from an arena of the planned size where the device's allocator can do that;
+        ``try_out`` runs steps of every kind. On a host it cannot, and nothing is done."""
+
     @abstractmethod
     def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:
         """From here on steps cannot take more than was planned for them; returns what the report should say of it.
@@ -173,7 +235,11 @@ class Site(ABC):
         Memory that somebody still looks at is leaked, with a warning, rather than pulled away from under them; what
         the device does not take back does not keep the rest from being given back.
         """
+        if self.watch is not None:
+            self.watch.close()
+        thaw(self)
         gc.collect()  # modules and their hooks form cycles
+        settle()
         kept = []
         while self._closing:
             try:

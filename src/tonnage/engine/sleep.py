@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from tonnage.engine.runtime import Runtime
 from tonnage.engine.scheduler import Scheduler
+from tonnage.engine.site import KV, WEIGHTS
 from tonnage.errors import InvalidSetting, UserError
 from tonnage.units import shown
 
-WEIGHTS, KV, GRAPHS = "weights", "kv", "graphs"
+GRAPHS = "graphs"
 TAGS = (WEIGHTS, KV, GRAPHS)
 #: No step without them.
 NEEDED = frozenset({WEIGHTS, KV})

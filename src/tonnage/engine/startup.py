@@ -1,45 +1,50 @@
 """Start-up: load, probe, measure, plan, build, close, audit, seal. Read top to bottom, it is the order of events.
 
 The pool is sized last, from what is really left: its addresses are reserved for the largest conceivable size before
-the probes, a floor of it is mapped for them, and the planned size is mapped once the plan is known.
+the probes, a floor of it is mapped for them, and the planned size is mapped once the plan is known. What was measured
+can be kept in a file, with which a later start is spared the probes. Where the device has no virtual memory the pool
+is sized before the graphs are captured, with what they are declared to take.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
-from tonnage.attention import make_backend
-from tonnage.buffers import BufferManager
-from tonnage.buffers.torch_view import as_tensor, typed_view
-from tonnage.config import Limits
+from tonnage.buffers import BufferManager, Restore
+from tonnage.buffers.torch_view import as_tensor
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
 from tonnage.device.host import HostDriver
+from tonnage.engine.collector import freeze
 from tonnage.engine.compiled import compile_layers
 from tonnage.engine.core import Engine
 from tonnage.engine.executor import Executor
 from tonnage.engine.faults import release_frames
-from tonnage.engine.host_site import STEPS, HostSite
+from tonnage.engine.host_site import STEPS
 from tonnage.engine.interrupts import deferred_interrupts
 from tonnage.engine.managers import BlockStore, Managers
+from tonnage.engine.opening import import_libraries, open_site, starting_alone
 from tonnage.engine.options import EngineOptions
+from tonnage.engine.plan_file import WOBBLE_BYTES, PlanFile, agreed, key_of
+from tonnage.engine.pool_memory import PoolMemory
 from tonnage.engine.probe import Prober, trial_blocks
 from tonnage.engine.random_weights import fill_random
 from tonnage.engine.runtime import DeviceRuntime
 from tonnage.engine.sampling import Sampler
-from tonnage.engine.site import Site
+from tonnage.engine.site import WEIGHTS, Site
 from tonnage.engine.stages import StageMonitor
 from tonnage.engine.target import Target
+from tonnage.engine.watch import Watch
 from tonnage.engine.weights import build_skeleton, load_shards, place_parameters
-from tonnage.errors import DoesNotFit
+from tonnage.errors import DoesNotFit, InputError
 from tonnage.layout import penalty_table_bytes
+from tonnage.report import StartFigures
 from tonnage.resources.mover import DeviceMover
 from tonnage.resources.transfers import TransferBudget, measure_rate
 from tonnage.terms import LineKind, Measured, MemoryKind, Quantity, worst_bytes
 from tonnage.units import MiB, format_bytes, round_up
-from tonnage.workspace import ScratchArena
 
 #: Owner of the tables that count tokens for penalties; they are planned, and allocated by the first request with any.
 PENALTIES = "penalties"
@@ -63,49 +68,32 @@ def start(
     on_stage = on_stage or (lambda _: None)
     on_stage("model")
     target = Target.read(options)
+    file = None if options.plan_file is None else PlanFile.read(options.plan_file)
     on_stage("imports")
-    _import_libraries(target.config.model_type)
-    site = _open(target, make_driver)
-    startup = _Startup(target, site, on_stage)
-    try:
-        with site.active():
-            return startup.run()
-    except BaseException as error:
-        with deferred_interrupts():
-            startup.abandon(error)
-        raise
-
-
-def _open(target: Target, make_driver: Callable[[int], HostDriver]) -> Site:
-    """The device that was asked for, with host memory for evicted blocks beside it."""
-    options, host_bytes, slab_bytes = target.options, target.options.host_kv_bytes, target.kv.slab_bytes
-    if target.device_kind == "host":
-        return HostSite(
-            options.memory_bytes,
-            index=target.rank.device,
-            make_driver=make_driver,
-            host_kv_bytes=host_bytes,
-            slab_bytes=slab_bytes,
-        )
-    from tonnage.engine.cuda_site import CudaSite
-
-    site = CudaSite(target.rank.device)
-    try:
-        if host_bytes:
-            site.open_host_pool(asked_bytes=host_bytes, slab_bytes=slab_bytes, also_needed_bytes=0)
-    except BaseException:
-        site.close()
-        raise
-    return site
+    import_libraries(target.config.model_type)
+    with starting_alone(target, on_stage) as told:
+        site = open_site(target, make_driver)
+        site.told += told
+        startup = _Startup(target, site, on_stage, file)
+        try:
+            with site.active():
+                return startup.run()
+        except BaseException as error:
+            with deferred_interrupts():
+                startup.abandon(error)
+            raise
 
 
 class _Startup:
     """What start-up holds between its stages."""
 
-    def __init__(self, target: Target, site: Site, on_stage: Callable[[str], None]) -> None:
-        self.target, self.site = target, site
-        self.told: tuple[str, ...] = ()  # of the boundary, for the report
-        self.monitor = StageMonitor(site.ledger, site.own_bytes, on_stage)
+    def __init__(
+        self, target: Target, site: Site, on_stage: Callable[[str], None], file: PlanFile | None = None
+    ) -> None:
+        self.target, self.site, self.file = target, site, file
+        self.is_short = False  # of what the plan file has
+        self.monitor = StageMonitor(site.ledger, site.read, on_stage)
+        self.watch = site.watch = Watch(site, interval_s=target.options.watch_s)
 
     def run(self) -> Engine:
         with self.stage("skeleton", remedy="check the model folder; its config, tokenizer and weights belong together"):
@@ -113,22 +101,25 @@ class _Startup:
         with self.stage("weights", remedy="give more --memory, or a smaller --dtype"):
             self.load_weights()
         with self.stage("probe", remedy="lower --max-num-tokens or --max-batch-size, or give more --memory"):
-            measured = self.measure()
+            self.measured = self.measure()
         with self.stage("plan", remedy="report this as a defect"):
-            self.plan = self.target.plan(self.site.card, measured, claims=self.claims)
-            self.plan = self.target.with_head(self.plan)
+            self.make_plan()
+            self.first = self.plan, self.measured
         with self.stage("build", remedy="give more --memory, or raise --keep-free-bytes"):
             runtime = self.build()
         with self.stage("close", remedy="raise --keep-free-bytes, or lower --max-num-tokens"):
             self.close_boundary()
         with self.stage("audit", remedy="report this as a defect"):
             self.audit(runtime)
-        return Engine(runtime, self.text, self.monitor.records)
+        engine = Engine(runtime, self.text, self.monitor.records)
+        self.watch.restart()
+        freeze(self.site)
+        return engine
 
     def abandon(self, error: BaseException) -> None:
         """Give everything back after a failure. The frames in its traceback hold tensors: they are emptied first."""
         release_frames(error)
-        for name in ("model", "pool", "backend", "executor"):
+        for name in ("model", "memory", "executor"):
             self.__dict__.pop(name, None)
         self.site.close()
 
@@ -138,6 +129,9 @@ class _Startup:
     # -- the stages, in order ------------------------------------------------------------------------------------
 
     def build_skeleton(self) -> None:
+        self.watch.start()
+        self.memory = PoolMemory(self.target, self.site)
+        self.key = {} if self.file is None else key_of(self.target, self.site)
         self.text = self.target.text()
         self.model = build_skeleton(self.target.folder, self.target.dtype, device=self.site.torch_device)
         self.context = self.site.remainder("context", LineKind.CONTEXT)
@@ -145,7 +139,9 @@ class _Startup:
     def load_weights(self) -> None:
         self.target.refuse_hopeless(self.site.card)
         layout = self.target.weights
-        arena = self.site.arena("weights", LineKind.WEIGHTS, reserve_bytes=layout.total_bytes)
+        arena = self.site.arena(
+            "weights", LineKind.WEIGHTS, reserve_bytes=layout.total_bytes, tag=WEIGHTS, restore=Restore.CPU
+        )
         self.site.require_available(layout.total_bytes, "the weights")
         with deferred_interrupts():
             arena.commit(layout.total_bytes)
@@ -156,8 +152,7 @@ class _Startup:
             load_shards(self.target.folder, views, experts=self.target.family.experts)
 
     def measure(self) -> Measured:
-        """Reserve the pool's addresses, map a floor of it, run the probe stages."""
-        self.reserve_pool()
+        """Map a floor of the pool, run the probe stages."""
         limits, layout = self.target.probe_limits(), self.target.kv
         num_blocks = trial_blocks(limits, layout)
         scratch_bytes = worst_bytes(self.target.scratch(), limits, self.site.chip)
@@ -166,14 +161,15 @@ class _Startup:
         )
         self.require_room(growth, limits)
         with deferred_interrupts():
-            self.pool_arena.commit(num_blocks * layout.slab_bytes)
+            self.memory.fill(num_blocks, limits)
             self.make_executor(limits)
+        then = None if self.file is None else self.file.usable(self.key)
         with self.prober(limits, num_blocks=num_blocks) as prober:
             prober.warm_up()
-            graphs = self.capture()
-            stages = prober.measure()
+            graphs = self.declared_graphs() if self.memory.is_static else self.capture()
+            stages = prober.measure() if then is None else then.stages
         self.require_room(max(stage.reserved.bytes for stage in stages), limits)
-        return Measured(
+        now = Measured(
             rank=self.target.rank,
             device_bytes=self.site.capacity_bytes,
             weights=self.target.weights.quantity(),
@@ -182,9 +178,31 @@ class _Startup:
             stages=stages,
             graphs=graphs,
             foreign_bytes=self.site.foreign(),
-            trial_pool_bytes=self.pool_arena.committed_bytes,
+            trial_pool_bytes=self.memory.kv_bytes,
             readings=(self.site.read("probe"),),
         )
+        if then is None:
+            return now
+        measured, told = agreed(then, now, keep_free_bytes=self.keep_free_bytes)
+        self.is_short = bool(told)
+        self.site.told += [told] if told else []
+        return measured
+
+    def make_plan(self) -> None:
+        """The arithmetic, from what was measured."""
+        plan = self.target.plan(self.site.card, self.measured, claims=self.claims)
+        self.plan = self.target.with_head(plan)
+
+    def follow_others(self) -> None:
+        """Others may have taken memory since it was measured what they hold: then the pool is that much smaller."""
+        planned, gone = self.measured.foreign_bytes, self.site.beyond_accounts_bytes()
+        if gone - planned.bytes <= min(WOBBLE_BYTES, self.keep_free_bytes):
+            return
+        now = Quantity.exact(round_up(gone, MiB), planned.source, "what was gone when the pool was made, and not ours")
+        self.measured = replace(self.measured, foreign_bytes=now)
+        self.make_plan()
+        more = format_bytes(now.bytes - planned.bytes)
+        self.site.told.append(f"the pool is {more} smaller than what was measured allows: others took that meanwhile")
 
     def capture(self) -> Quantity | None:
         """Graphs of decodes, where there are to be any, and what they keep."""
@@ -195,18 +213,29 @@ class _Startup:
         assert self.executor.graphs is not None
         return self.site.captured(self.executor.graphs.capture)
 
+    def declared_graphs(self) -> Quantity | None:
+        """What graphs are taken to keep where they are captured behind the pool."""
+        why = self.site.driver.capabilities().reasons.get("vmm", "the device has none")
+        self.site.told.append(f"the pool was sized before anything was captured, without virtual memory: {why}")
+        return self.target.declared_graphs()
+
     def build(self) -> DeviceRuntime:
         """Map the pool to its planned size and make what runs on it; what the probes used is dropped."""
+        self.follow_others()
         plan, ledger = self.plan, self.site.ledger
+        has_graphs = self.executor.graphs is not None
         with deferred_interrupts():
-            if self.executor.graphs is None:
-                for arena in (self.pool_arena, self.scratch_arena):
-                    arena.decommit(0)  # the probes may have needed more of a small device than the plan gives
-                self.make_executor(plan.limits)
+            if not has_graphs:
+                self.executor.close()
+                self.memory.empty()  # the probes may have needed more of a small device than the plan gives
             ledger.expect({kind: plan.bytes_of(kind) for kind in LineKind})
             self.site.reset_peak()
-            self.site.require_available(plan.kv.bytes - self.pool_arena.committed_bytes, "the KV cache")
-            self.pool_arena.commit(plan.kv.bytes)
+            self.site.require_available(plan.kv.bytes - self.memory.kv_bytes, "the KV cache")
+            self.memory.fill(plan.kv.num_slabs, plan.limits)
+            if not has_graphs:
+                self.make_executor(plan.limits)
+        if self.memory.is_static:
+            self.capture()
         managers = self.managers(plan.limits, self.block_store())
         tables = ledger.open(owner="kv tables", line=LineKind.TABLES, memory=MemoryKind.CPU)
         tables.add(managers.kv.num_bytes, managers.kv.num_bytes)
@@ -225,21 +254,42 @@ class _Startup:
         need not."""
         options, cap = self.target.options, self.target.options.knobs.total_bytes.value
         with self.prober(self.plan.limits, num_blocks=self.plan.kv.num_slabs) as prober:
+            steps = self.plan.bytes_of(LineKind.TRANSIENT)
             if self.site.is_capped_by_use:
                 prober.warm_up()
+            if options.torch_segments:
+                self.site.route_steps(step_bytes=steps, try_out=prober.warm_up)
             if options.fence:
-                steps = self.plan.bytes_of(LineKind.TRANSIENT)
-                self.told += self.site.close_boundary(total_bytes=cap, step_bytes=steps)
-            prober.warm_up()
+                self.site.told += self.site.close_boundary(total_bytes=cap, step_bytes=steps)
+            with self.site.active():  # anew: memory may come from elsewhere by now
+                prober.warm_up()
         self.site.trim()
 
     def audit(self, runtime: DeviceRuntime) -> None:
         """Compare plan and device once more, then seal: an owner that declared nothing is reported from now on."""
         runtime.settle("audit")
+        self.site.ledger.own_is_known()
+        runtime.plan_file = self.keep_figures()
         host = () if self.site.host_pool is None else (self.site.host_pool.told(), *self.site.host_pool.warnings)
-        runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *host, *self.told, *self.deviations()))
+        told = (*host, *self.site.told, *self.deviations())
+        runtime.plan = replace(self.plan, warnings=(*self.plan.warnings, *told))
         self.site.reset_peak()
         self.site.ledger.seal(declared=[STEPS, PENALTIES])
+
+    def keep_figures(self) -> str:
+        """Write the plan file, where one was named and this start knows more than is in it; what became of it, in a
+        sentence."""
+        if self.file is None:
+            return ""
+        plan, measured = self.first
+        told, is_known = self.file.told(self.key), self.file.usable(self.key) is not None
+        if self.is_short or (is_known and self.file.plan == plan):
+            return told
+        try:
+            self.file.write(plan, StartFigures(key=self.key, measured=measured))
+        except InputError as error:  # no reason to give up an engine that is there
+            return f"{told}, but it was not kept: {error}"
+        return told
 
     def deviations(self) -> list[str]:
         """A sentence for every line that holds more than the plan gave it, and for what no line explains."""
@@ -255,15 +305,9 @@ class _Startup:
 
     # -- what the stages are made of -----------------------------------------------------------------------------
 
-    def reserve_pool(self) -> None:
-        """Addresses for the largest pool the device could hold, and the tensor over them; no memory yet."""
-        layout, capacity = self.target.kv, self.site.capacity_bytes
-        num_slabs = max(1, capacity // layout.slab_bytes)
-        self.pool_arena = self.site.arena("kv cache", LineKind.KV, reserve_bytes=num_slabs * layout.slab_bytes)
-        self.scratch_arena = self.site.arena("attention scratch", LineKind.SCRATCH, reserve_bytes=capacity)
-        part = layout.groups[0].parts[0]
-        self.pool = typed_view(as_tensor(self.pool_arena), 0, (num_slabs, *part.shape), part.dtype)
-        self.backend = make_backend(self.target.options.attention_backend, self.pool)
+    @property
+    def keep_free_bytes(self) -> int:
+        return self.target.options.knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES)
 
     def table_bytes(self, limits: Limits) -> int:
         """Penalty tables, which the probes use and give back."""
@@ -273,15 +317,14 @@ class _Startup:
 
     def make_executor(self, limits: Limits) -> None:
         """Scratch and executor for ``limits``."""
-        scratch = ScratchArena(self.scratch_arena, self.target.scratch(), limits=limits, chip=self.site.chip)
         tile = SAMPLER_TILE_ELEMENTS[self.target.device_kind]
         sampler = Sampler(self.target.config.vocab_size, tile_elements=tile)
         if self.target.device_kind == "cuda" and self.target.options.compile:
             compile_layers(self.model)
         self.executor = Executor(
             self.model,
-            self.backend,
-            scratch,
+            self.memory.backend,
+            self.memory.scratch(limits),
             sampler,
             device=self.site.torch_device,
             max_logits_rows=limits.max_logits_rows,
@@ -300,7 +343,7 @@ class _Startup:
     def block_store(self) -> BlockStore:
         """The planned pool and the host's, and what moves blocks within them and between them at the rate measured."""
         layout, kv, host = self.target.kv, self.plan.kv, self.site.host_pool
-        mover = DeviceMover(self.pool_arena, host, slab_bytes=layout.slab_bytes, stream=self.site.stream)
+        mover = DeviceMover(self.memory.arena, host, slab_bytes=layout.slab_bytes, stream=self.site.stream)
         self.site.closing(mover.close)
         budget = None
         if host is not None:
@@ -339,7 +382,7 @@ class _Startup:
     @contextmanager
     def prober(self, limits: Limits, *, num_blocks: int) -> Iterator[Prober]:
         """A prober with managers of its own: what its requests take, penalty tables included, is given back."""
-        known = [self.pool, *self.model.parameters(), *self.model.buffers()]
+        known = [self.memory.tensor, *self.model.parameters(), *self.model.buffers()]
         store = BlockStore(layout=self.target.kv, num_slots=num_blocks)
         managers = self.managers(replace(limits, prefix_caching=False), store)
         try:
@@ -356,13 +399,3 @@ class _Startup:
             raise
         finally:
             managers.dispatcher.close()
-
-
-def _import_libraries(model_type: str) -> None:
-    """Import what the engine will import anyway, so that none of it counts as the engine's memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
-
-    _ = AutoConfig, AutoModelForCausalLM, AutoTokenizer  # lazy attributes: touching them imports
-    module = model_type_to_module_name(model_type)
-    importlib.import_module(f"transformers.models.{module}.modeling_{module}")

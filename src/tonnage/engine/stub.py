@@ -9,6 +9,7 @@ fail (``mishaps``).
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -258,6 +259,28 @@ class _StubRuntime:
                 while (row, found[row]) in banned:
                     found[row] = (found[row] + 1) % _VOCAB_SIZE
         return found
+
+    def release(self, tags: Collection[str]) -> Mapping[str, int]:
+        """What blocks would hold is gone."""
+        if self.shadow is not None and "kv" in tags:
+            self.shadow.forget()
+        return dict.fromkeys(tags, 0)
+
+    def materialize(self, tags: Collection[str]) -> None:
+        """There is nothing to bring back."""
+
+    def drop_graphs(self) -> int:
+        return 0
+
+    def recapture(self) -> None:
+        """There are none."""
+
+    def holdings(self) -> tuple[tuple[tuple[str, int], ...], int | None]:
+        return (), None
+
+    @property
+    def watch(self) -> None:
+        """There is no device to watch."""
 
     def settle(self, phase: str) -> None:
         """There is no device to look at."""

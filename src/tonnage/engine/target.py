@@ -13,13 +13,13 @@ from tonnage.attention.flashinfer_modules import refuse_missing_modules, refuse_
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
 from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
+from tonnage.costs.context import graph_bytes
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.costs.kv import kv_layout
 from tonnage.costs.models import EMBEDDED
 from tonnage.costs.weights import WeightsLayout
 from tonnage.declarations import attention_shapes, declare_for
 from tonnage.engine.family import Family, family_of
-from tonnage.engine.features import needed_features
 from tonnage.engine.letters import LetterText
 from tonnage.engine.models import model_folder
 from tonnage.engine.options import AUTO, Chunking, EngineOptions
@@ -37,7 +37,7 @@ from tonnage.planner import (
     resolve_limits,
 )
 from tonnage.planner.graphs import DEFAULT, NONE, read_graphs
-from tonnage.terms import Claim, Measured, MemoryPlan, Rank, Scratch
+from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank, Scratch
 from tonnage.units import ceil_div, format_bytes
 
 #: Attention backends whose decodes can be captured in CUDA graphs.
@@ -160,6 +160,20 @@ class Target:
         backend = self.options.attention_backend
         return tuple(scratch for shape in shapes for scratch in declare_for(backend, shape, limits=self.limits))
 
+    def declared_graphs(self) -> Quantity | None:
+        """What the planner declares for the graphs that are captured; None where none are."""
+        sizes = self.limits.graph_batch_sizes
+        if not sizes:
+            return None
+        return graph_bytes(
+            self.config,
+            device_kind=self.device_kind,
+            max_batch_size=sizes[-1],
+            num_graphs=len(sizes),
+            dtype=self.dtype,
+            rank=self.rank,
+        )
+
     def refuse_hopeless(self, card: Card) -> None:
         """Before a byte is read: weights that cannot fit whatever the probes would show. The planner tells the sum."""
         if self.weights.total_bytes > self.room_bytes(card):
@@ -213,7 +227,7 @@ class Target:
 def _attention(options: EngineOptions, config: ModelConfig, dtype: str) -> str:
     """The backend for this model: the one that was asked for, or the fastest of those that can run it here. Raises
     ``InvalidSetting`` where kernels that it takes have not been compiled, or have no device."""
-    variants = variants_of(config, dtype=dtype, has_softcap="softcap" in needed_features(config))
+    variants = variants_of(config, dtype=dtype)
     if options.attention == AUTO:
         return choose(options.device_kind, variants)
     if options.attention == "flashinfer":

@@ -25,8 +25,8 @@ class Ledger:
     device nor against a line of its plan. ``num_events`` bounds the ring of past changes.
 
     ``free_before_bytes`` may be set by whoever opens the device: what was free there before. Readings infer from it
-    what this process holds where nobody can tell. Every method may be called from any thread; phases and steps belong
-    to the ledger, not to a thread.
+    what this process holds where nobody can tell, until ``own_is_known`` fixes what no account explains. Every method
+    may be called from any thread; phases and steps belong to the ledger, not to a thread.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Ledger:
     ) -> None:
         self.device, self.total_bytes, self.host_is_device = device, total_bytes, host_is_device
         self.free_before_bytes: int | None = None
+        self.beyond_accounts_bytes: int | None = None
         self.journal = Journal(num_events)
         self._accounts: dict[tuple[str, LineKind, MemoryKind, str], Account] = {}
         self._planned: dict[LineKind, int] = {}
@@ -50,6 +51,7 @@ class Ledger:
         self._numbered = self.journal.accounts
         self._numbered.append(self._others)
         self._foreign_low: int | None = None
+        self._free_low: int | None = None
 
     def open(
         self,
@@ -127,10 +129,30 @@ class Ledger:
             if remainder is not None:
                 highest = self._unattributed_high
                 self._unattributed_high = remainder if highest is None else max(remainder, highest)
-            foreign = self._foreign()
-            if foreign != self._others._physical_bytes:
-                self._others.sampled(foreign)
-            self._foreign_low = foreign if self._foreign_low is None else min(foreign, self._foreign_low)
+            self._see(reading)
+
+    def see_others(self, reading: Reading) -> None:
+        """Take note of what others hold by this reading, and of what is free, and of nothing else: it may have been
+        taken in the middle of a step, when accounts and device are of different moments."""
+        with self.journal.lock:
+            self.journal.count()
+            self._see(reading)
+
+    def foreign_of(self, reading: Reading) -> int:
+        """Bytes that others held when it was taken. Not below zero: on a host, our own heap is ours but takes no device
+        page."""
+        with self.journal.lock:
+            self.journal.count()
+            return self._foreign(reading)
+
+    def own_is_known(self) -> None:
+        """Start-up is over, and no library will take more of the device unseen: where the device does not tell what is
+        ours, what the accounts leave unexplained stays as it is from now on, and what changes beside is others'."""
+        with self.journal.lock:
+            self.journal.count()
+            remainder = self._remainder()
+            if remainder is not None:
+                self.beyond_accounts_bytes = remainder
 
     def seal(self, *, strict: bool = False, declared: Iterable[str] = ()) -> None:
         """Start-up is over: from now on the first bytes of an owner that had none are reported by name.
@@ -213,6 +235,7 @@ class Ledger:
                 foreign_low=self._foreign_low,
                 foreign_high=self._others._high_water_bytes if reading else None,
                 free=reading.free_bytes if reading else self.total_bytes - self._accounted(),
+                free_low=self._free_low,
                 unattributed=self._remainder(),
                 host=self._on_host(),
                 first_uses=tuple(self.journal.first_uses.values()),
@@ -277,9 +300,14 @@ class Ledger:
             return None
         return self._reading.own_bytes - self._accounted()
 
-    def _foreign(self) -> int:
-        """Bytes that others hold. Not below zero: on a host, our own heap is ours but takes no device page."""
-        if self._reading is None:
-            return 0
-        own = self._reading.own_bytes if self._reading.own_bytes is not None else self._accounted()
-        return max(0, self._reading.total_bytes - self._reading.free_bytes - own)
+    def _see(self, reading: Reading) -> None:
+        """What others hold and what is free, at their least and most."""
+        foreign, free = self._foreign(reading), reading.free_bytes
+        if foreign != self._others._physical_bytes:
+            self._others.sampled(foreign)
+        self._foreign_low = foreign if self._foreign_low is None else min(foreign, self._foreign_low)
+        self._free_low = free if self._free_low is None else min(free, self._free_low)
+
+    def _foreign(self, reading: Reading) -> int:
+        own = reading.own_bytes if reading.own_bytes is not None else self._accounted()
+        return max(0, reading.total_bytes - reading.free_bytes - own)

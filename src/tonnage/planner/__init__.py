@@ -21,7 +21,7 @@ from tonnage.planner.claims import claims_for, unlisted
 from tonnage.planner.knobs import check_knobs, refuse_planned_only
 from tonnage.planner.limits import resolve_limits
 from tonnage.planner.policy import refuse_own_money
-from tonnage.planner.question import Question, answer, listed_claims, refuse_small_tier
+from tonnage.planner.question import Question, answer, layout_at, listed_claims, refuse_small_tier
 from tonnage.planner.ranks import all_plan, plan_stages, questions_for
 from tonnage.planner.remedies import with_remedies
 from tonnage.planner.weights import checkpoint_of
@@ -116,7 +116,7 @@ def _unlisted(question: Question, extra: Sequence[Claim]) -> tuple[Claim, ...]:
         return ()
     check_knobs(question.knobs)
     limits, _ = resolve_limits(question.config, question.limit_knobs, device_kind=question.card.kind)
-    return unlisted(listed_claims(question, limits), extra)
+    return unlisted(listed_claims(question, limits, layout_at(question, limits)), extra)
 
 
 def _answer(question: Question) -> MemoryPlan:

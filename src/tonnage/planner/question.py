@@ -184,15 +184,20 @@ def _shape(question: Question, fitted: int | None) -> _Shape:
     limits = limits_by(question.reference, limits, asked=question.limit_knobs, rank=question.rank)
     if question.measured is not None:
         refuse_engine_beams(question.reference)
-    layout = kv_layout(
-        with_draft_layers(windows_by(question.reference, config, max_seq_len=limits.max_seq_len), question.draft),
+    return _Shape(limits=limits, settings=settings, layout=layout_at(question, limits))
+
+
+def layout_at(question: Question, limits: Limits) -> KVLayout:
+    """The cache's layout. Raises ``InvalidSetting`` as ``kv_layout`` does."""
+    config = windows_by(question.reference, question.config, max_seq_len=limits.max_seq_len)
+    return kv_layout(
+        with_draft_layers(config, question.draft),
         kv_dtype=question.kv_dtype,
         state_dtype=question.state_dtype,
         block_tokens=question.block_tokens,
         rank=question.rank,
         with_mtp=limits.max_draft_tokens > 0,
     )
-    return _Shape(limits=limits, settings=settings, layout=layout)
 
 
 def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
@@ -222,12 +227,8 @@ def inputs_at(question: Question, fitted: int | None = None) -> PlanInputs:
     )
 
 
-def listed_claims(question: Question, limits: Limits, layout: KVLayout | None = None) -> tuple[Claim, ...]:
-    """What ``claims_for`` knows of this question at ``limits``; claims of others come beside these.
-
-    Without the ``layout`` there is one page table, and a sequence in a seat: what our engine has.
-    """
-    reference = None if layout is None else question.reference
+def listed_claims(question: Question, limits: Limits, layout: KVLayout) -> tuple[Claim, ...]:
+    """What ``claims_for`` knows of this question at ``limits``; claims of others come beside these."""
     return claims_for(
         question.config,
         limits,
@@ -239,7 +240,7 @@ def listed_claims(question: Question, limits: Limits, layout: KVLayout | None = 
         device_kind=question.card.kind,
         chip=question.card.chip,
         layout=layout,
-        beam_width=1 if reference is None else reference.max_beam_width,
+        beam_width=1 if question.reference is None else question.reference.max_beam_width,
         host_kv_bytes=question.host_kv_bytes,
     )
 

@@ -11,15 +11,17 @@ if TYPE_CHECKING:
     from tonnage.report.diff import Diff, diff_files, diff_text
     from tonnage.report.files import check_writable, read_file, write_file
     from tonnage.report.plan_json import PlanFile, parse_plan, plan_document, plan_text
-    from tonnage.report.run import RunResult, StageRecord
+    from tonnage.report.run import RunResult, StageRecord, WatchRecord
     from tonnage.report.run_json import RunFile, parse_run, run_document, run_text
+    from tonnage.report.start_json import StartFigures, parse_start, start_text
 
 _ROOMS = {
     "diff": ("Diff", "diff_files", "diff_text"),
     "files": ("check_writable", "read_file", "write_file"),
     "plan_json": ("PlanFile", "parse_plan", "plan_document", "plan_text"),
-    "run": ("RunResult", "StageRecord"),
+    "run": ("RunResult", "StageRecord", "WatchRecord"),
     "run_json": ("RunFile", "parse_run", "run_document", "run_text"),
+    "start_json": ("StartFigures", "parse_start", "start_text"),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -29,16 +31,20 @@ __all__ = [
     "RunFile",
     "RunResult",
     "StageRecord",
+    "StartFigures",
+    "WatchRecord",
     "check_writable",
     "diff_files",
     "diff_text",
     "parse_plan",
     "parse_run",
+    "parse_start",
     "plan_document",
     "plan_text",
     "read_file",
     "run_document",
     "run_text",
+    "start_text",
     "write_file",
 ]
 

@@ -10,12 +10,33 @@ from tonnage.terms import MemoryPlan, Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord:
-    """One stage of start-up, with the bytes this process held on the device before and after it (None: not known)."""
+    """One stage of start-up, with what was free on the device, what this process held of it and what others did,
+    before and after it, in bytes (None: not known)."""
 
     name: str
     own_before_bytes: int | None
     own_after_bytes: int | None
     elapsed_ms: int
+    free_before_bytes: int | None = None
+    free_after_bytes: int | None = None
+    foreign_before_bytes: int | None = None
+    foreign_after_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchRecord:
+    """What a thread saw that looked at the device every ``interval_ms`` while the engine served.
+
+    lowest_free_bytes       the least that was free at any of ``num_looks`` looks
+    highest_foreign_bytes   the most that others held
+    problem                 why it stopped looking; empty: it did not
+    """
+
+    interval_ms: int
+    num_looks: int
+    lowest_free_bytes: int | None = None
+    highest_foreign_bytes: int | None = None
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +52,8 @@ class RunResult:
     elapsed_ms                    of serving, start-up left out
     peak_own_bytes                the most this process held on the device (None: not known)
     audit                         planned against actual, line by line, as ``Ledger.audit`` gives it
+    watch                         what was free and what others held at its least and most while the engine served
+    plan_file                     what became of the plan file that was named, in a sentence; empty: none was
     """
 
     finished: int
@@ -50,6 +73,8 @@ class RunResult:
     retried_steps: tuple[str, ...] = ()
     peak_own_bytes: int | None = None
     audit: tuple[AuditRow, ...] = ()
+    watch: WatchRecord | None = None
+    plan_file: str = ""
 
     @property
     def tokens_per_second(self) -> str:

@@ -10,7 +10,7 @@ from tonnage.ledger import AuditRow
 from tonnage.report import codec
 from tonnage.report.checks import check_numbers, numbers_in
 from tonnage.report.plan_json import plan_document, plan_from
-from tonnage.report.run import RunResult, StageRecord
+from tonnage.report.run import RunResult, StageRecord, WatchRecord
 from tonnage.terms import RUN_SCHEMA, MemoryPlan, Snapshot
 
 
@@ -53,6 +53,8 @@ class _Document:
     retried_steps: tuple[str, ...] = ()
     peak_own_bytes: int | None = None
     host_tier: _HostTier = field(default_factory=_HostTier)
+    watch: WatchRecord | None = None
+    plan_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ def run_document(result: RunResult) -> dict[str, Any]:
         retried_steps=result.retried_steps,
         peak_own_bytes=result.peak_own_bytes,
         host_tier=_HostTier(offloaded_blocks=result.offloaded_blocks, loaded_blocks=result.loaded_blocks),
+        watch=result.watch,
+        plan_file=result.plan_file,
     )
     return {**codec.to_json(top), "plan": plan_document(result.plan)}
 
@@ -141,4 +145,6 @@ def _result(top: _Document, plan: MemoryPlan) -> RunResult:
         stages=top.stages,
         peak_own_bytes=top.peak_own_bytes,
         audit=top.audit,
+        watch=top.watch,
+        plan_file=top.plan_file,
     )

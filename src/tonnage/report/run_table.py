@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tonnage.ledger import AuditRow
 from tonnage.report.draw import grid, maybe_bytes, plural, show, signed_bytes
-from tonnage.report.run import RunResult
+from tonnage.report.run import RunResult, WatchRecord
 from tonnage.report.table import plan_parts
 from tonnage.terms import IDLE_TIER, LineKind, MemoryPlan, Snapshot
 from tonnage.units import format_bytes
@@ -25,6 +25,8 @@ def show_run(result: RunResult, console: Console, *, with_plan: bool) -> None:
     parts: list[RenderableType] = [served_text(result)]
     if result.stages:
         parts.append(stages_table(result))
+    if result.plan_file:
+        parts.append(plan_file_text(result))
     parts += [ledger_table(result), memory_text(result)]
     if with_plan:
         parts += plan_parts(result.plan, console)
@@ -98,17 +100,26 @@ def _blocks(number: int, result: RunResult) -> str:
 
 
 def stages_table(result: RunResult) -> Table:
-    """Start-up: what this process held after each stage."""
-    rows = [
-        (
-            stage.name,
-            f"{stage.elapsed_ms:,} ms",
-            maybe_bytes(stage.own_after_bytes),
-            _change(stage.own_before_bytes, stage.own_after_bytes),
-        )
-        for stage in result.stages
-    ]
-    return grid(["stage", "time>", "held after>", "change"], rows, title="Start-up")
+    """Start-up: what this process held after each stage, what was free then, and what others took meanwhile, if they
+    did."""
+    others_moved = any(stage.foreign_before_bytes != stage.foreign_after_bytes for stage in result.stages)
+    columns = ["stage", "time>", "held after>", "change>", "free after>", *["others"] * others_moved]
+    rows: list[list[str]] = []
+    for stage in result.stages:
+        own = stage.own_before_bytes, stage.own_after_bytes
+        row = [stage.name, f"{stage.elapsed_ms:,} ms", maybe_bytes(own[1]), _change(*own)]
+        row.append(maybe_bytes(stage.free_after_bytes))
+        if others_moved:
+            row.append(_change(stage.foreign_before_bytes, stage.foreign_after_bytes))
+        rows.append(row)
+    return grid(columns, rows, title="Start-up")
+
+
+def plan_file_text(result: RunResult) -> Text:
+    """Whether the plan file spared the probes."""
+    from rich.text import Text
+
+    return Text.assemble(("plan file ", "dim"), result.plan_file)
 
 
 def ledger_table(result: RunResult) -> Table:
@@ -190,10 +201,20 @@ def memory_text(result: RunResult) -> Text:
         text.append(f" ({format_bytes(snapshot.foreign_high)} at most)")
     if snapshot.host:
         text.append(f"; {format_bytes(snapshot.host)} of host memory beside it")
+    if result.watch is not None:
+        text.append("\nwatch     ", "dim")
+        text.append(_watch_text(result.watch))
     for event in snapshot.first_uses:
         text.append(f"\n! {event.owner} allocated for the first time after start-up: ", "yellow")
         text.append(f"{signed_bytes(event.delta)} in step {event.step} ({event.phase})", "yellow")
     return text
+
+
+def _watch_text(watch: WatchRecord) -> str:
+    free, others = maybe_bytes(watch.lowest_free_bytes), maybe_bytes(watch.highest_foreign_bytes)
+    looks = f"{plural(watch.num_looks, 'look')}, one every {watch.interval_ms} ms while it served"
+    told = f"{looks}: at least {free} free, others held {others} at most"
+    return f"{told}; they ended early: {watch.problem}" if watch.problem else told
 
 
 def planned_own_bytes(result: RunResult) -> int:

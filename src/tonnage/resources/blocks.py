@@ -67,10 +67,13 @@ class Blocks:
     Arrays by id: ``refs`` holders, ``levels``, ``slots`` (of its level), ``nodes`` of the prefix tree (NONE: private),
     ``groups``. ``slots`` has one entry more, 0, for the id ``num_blocks`` that stands for no block. ``owners`` and
     ``host_owners`` lead from a slot back to its block. A block of level NOWHERE has no slot, no holder and no node.
-    ``num_held`` counts blocks with a holder, wherever they are.
+    ``num_held`` counts blocks with a holder, wherever they are; ``num_shared`` the holders beyond the first, of blocks
+    of the ``moving`` groups, whose holders move on and take new blocks while the others keep the old one.
     """
 
-    def __init__(self, *, num_slots: int, head_slots: int = 0, num_host_slots: int = 0) -> None:
+    def __init__(
+        self, *, num_slots: int, head_slots: int = 0, num_host_slots: int = 0, moving: Sequence[bool] = ()
+    ) -> None:
         if num_slots < 1 or not 0 <= head_slots < num_slots or num_host_slots < 0:
             raise ResourceError(f"a pool of {num_slots} slots, {head_slots} in its head, {num_host_slots} on the host")
         self.num_slots, self.head_slots, self.num_host_slots = num_slots, head_slots, num_host_slots
@@ -86,7 +89,8 @@ class Blocks:
         self.free_body = Stack(np.arange(head_slots, num_slots))
         self.free_head = Stack(np.arange(head_slots))
         self.free_host = Stack(np.arange(num_host_slots))
-        self.num_held = 0
+        self.num_held = self.num_shared = 0
+        self._moving = np.array(moving, bool) if any(moving) else None
 
     @property
     def num_bytes(self) -> int:
@@ -121,17 +125,25 @@ class Blocks:
 
     def hold(self, ids: Ids) -> Ids:
         """One holder more; returns those that had none."""
-        idle = ids[self.refs[ids] == 0]
+        is_idle = self.refs[ids] == 0
+        idle = ids[is_idle]
         self.refs[ids] += 1
         self.num_held += idle.size
+        self.num_shared += self.num_moving(ids[~is_idle])
         return idle
 
     def let_go(self, ids: Ids) -> Ids:
         """One holder less; returns those that have none now."""
         self.refs[ids] -= 1
-        idle = ids[self.refs[ids] == 0]
+        is_idle = self.refs[ids] == 0
+        idle = ids[is_idle]
         self.num_held -= idle.size
+        self.num_shared -= self.num_moving(ids[~is_idle])
         return idle
+
+    def num_moving(self, ids: Ids) -> int:
+        """How many are of moving groups."""
+        return 0 if self._moving is None or not ids.size else int(np.count_nonzero(self._moving[self.groups[ids]]))
 
     def free(self, ids: Ids) -> None:
         """Blocks without holders and nodes give up slot and id."""

@@ -58,7 +58,8 @@ class BlockCache:
     ) -> None:
         self.groups, self.reuse = tuple(groups), reuse
         self.block_tokens = max(group.block_tokens for group in self.groups)
-        self.blocks = Blocks(num_slots=num_slots, head_slots=head_slots, num_host_slots=num_host_slots)
+        moving = [group.window is not None for group in self.groups]
+        self.blocks = Blocks(num_slots=num_slots, head_slots=head_slots, num_host_slots=num_host_slots, moving=moving)
         self.mover: Mover = mover or CountingMover(max(group.block_bytes for group in self.groups))
         self.events = CacheEvents()
         self.tree = PrefixTree(block_tokens=self.block_tokens, num_groups=len(self.groups))
@@ -106,6 +107,12 @@ class BlockCache:
     def num_available(self) -> int:
         """Blocks that can be allocated or claimed, evicting what is cached."""
         return self.capacity - self.blocks.num_held
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks more that holders of the same block will need as they move on: one for each but the last. Of layers
+        with a window; others hold what they hold until they end."""
+        return self.blocks.num_shared
 
     @property
     def num_free(self) -> int:
@@ -349,13 +356,14 @@ class BlockCache:
             self.room.vacate()
         finally:
             self.room.budget = budget
+        self.flush()  # what comes next on the execution stream comes after the copies
 
     def reset(self) -> None:
         """As new, whoever held what: the counts stay."""
         self.incoming.wait_all()
         held = np.flatnonzero(self.blocks.refs).astype(np.int32)
         self.blocks.refs[held] = 0
-        self.blocks.num_held = 0
+        self.blocks.num_held = self.blocks.num_shared = 0
         for block in held.tolist():
             self.room.let(block)
         self.clear()

@@ -60,6 +60,7 @@ class Holdings:
             cached_tokens=match.num_tokens,
             held=match.num_blocks,
             fronts=tuple(next((i for i, block in enumerate(row) if block >= 0), 0) for row in rows),
+            num_shared=match.num_shared,
             parent=match.nodes[-1] if match.nodes else ROOT,
             stores=text.stores,
         )

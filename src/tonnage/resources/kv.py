@@ -370,8 +370,8 @@ class KVManager:
         return int(positions.sum()) * len(self._groups)
 
     def _num_expected(self) -> int:
-        """Blocks that the live sequences are expected to take beyond those they hold."""
-        return int(self._needs.expected(self._live).sum())
+        """Blocks that the live sequences are expected to take beyond those they hold, or that they share."""
+        return int(self._needs.expected(self._live).sum()) + self.cache.num_shared * bool(self._row_of)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -37,6 +37,7 @@ class Match:
     blocks        by group and position; NONE where the group does not need it: out of its window
     num_new_live  blocks that nobody holds yet: what claiming takes of the pool. It counts sources of the partial one
                   and blocks of the host, which need a slot
+    num_shared    blocks that others hold, of layers with a window: who leaves one first leaves it to the others
     host_blocks   those that must be loaded first, or are on their way
     """
 
@@ -46,6 +47,7 @@ class Match:
     blocks: list[list[int]] = field(default_factory=list)
     partial: Partial | None = None
     num_new_live: int = 0
+    num_shared: int = 0
     host_blocks: list[int] = field(default_factory=list)
     offered: list[int] = field(default_factory=list)  # what claiming took out of the queues
 
@@ -128,7 +130,9 @@ class Matcher:
 
     def _weigh(self, found: Match) -> None:
         ids = found.ids()
-        found.num_new_live = int(np.count_nonzero(self._blocks.refs[ids] == 0))
+        is_live = self._blocks.refs[ids] > 0
+        found.num_new_live = int(np.count_nonzero(~is_live))
+        found.num_shared = self._blocks.num_moving(ids[is_live])
         loading = self._incoming.ids()
         on_host = ids[self._blocks.levels[ids] == Level.HOST].tolist()
         found.host_blocks = on_host + [block for block in ids.tolist() if block in loading] if loading else on_host

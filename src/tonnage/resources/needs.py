@@ -90,21 +90,30 @@ class Needs:
         return self._num_full * positions + sum(min(positions, blocks) for blocks in shown)
 
     def at_admission(self, request: RequestView, start: Start) -> int:
-        """Blocks that the policy expects it to take beyond those it starts with."""
+        """Blocks that the policy expects it to take beyond those it starts with.
+
+        Of these ``start.num_shared`` do not come back to the pool when it moves on, so that it, or who holds them now,
+        takes so many more; but never more than one for each position to come and group.
+        """
         alone = Sequences(1, self._num_groups)
         alone.enter(0, request, lifetime=self.positions(request), start=start)
-        return int(self.expected(alone)[0])
+        end = self._end(alone)
+        most = self._num_groups * max(0, int(end[0]) - start.held)
+        return min(most, int(self.to_take(alone, end)[0]) + start.num_shared)
 
     def expected(self, sequences: Sequences) -> Ints:
-        """Blocks that each sequence is expected to take beyond those it holds; 0 for a row without one.
+        """Blocks that each sequence is expected to take beyond those it holds; 0 for a row without one."""
+        return self.to_take(sequences, self._end(sequences))
+
+    def _end(self, sequences: Sequences) -> Ints:
+        """The end of the positions that each is expected to fill.
 
         A token is drawn by each step that reaches past the prompt, so a sequence scheduled up to s has generated
         s + 1 - prompt by then; one that came back and computes its output again knew more than that.
         """
         drawn = np.maximum(sequences.returned, sequences.scheduled + 1 - sequences.prompt)
         new = self._admission.expected_new_tokens(np.minimum(drawn, sequences.most), sequences.most)
-        end = np.minimum(self.blocks(self._written(sequences.prompt, new)), sequences.lifetime)
-        return self.to_take(sequences, end)
+        return np.minimum(self.blocks(self._written(sequences.prompt, new)), sequences.lifetime)
 
     def to_take(self, sequences: Sequences, end: Ints) -> Ints:
         """Blocks to take until each sequence has had those of positions up to ``end``: what it holds at once at most,
@@ -113,8 +122,10 @@ class Needs:
         for group, window in self.windows:
             front = sequences.front[group]
             pending = np.clip(sequences.known - sequences.computed, self._min_pending, self._max_pending)
-            # As ``window_blocks`` has it, with all but one of the pending tokens as extra ones.
-            shown = self.blocks(window - 2 + pending) + 1
+            # As ``window_blocks`` has it, with all but one of the pending tokens as extra ones; and what has left the
+            # window of a sequence that begins in a block of its own, which is given up when its first step lands.
+            left = np.maximum((sequences.computed - window + 1) // self._block_tokens - front, 0)
+            shown = self.blocks(window - 2 + pending) + 1 + left
             most = np.minimum(end - front, shown)
             take += np.maximum(most - (sequences.held - front), 0)
         return take

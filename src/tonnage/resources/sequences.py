@@ -45,12 +45,14 @@ class Start:
     """Where a sequence begins: ``cached_tokens`` of its text are in the cache, the whole blocks of them ``held``.
 
     fronts    for each group of layers, the first position whose block is held; those before are out of the window
+    num_shared  of the held blocks, those of layers with a window that others hold too
     parent    node of the last held block; stores: whether what it computes goes into the tree
     """
 
     cached_tokens: int = 0
     held: int = 0
     fronts: tuple[int, ...] | int = 0
+    num_shared: int = 0
     parent: int = ROOT
     stores: bool = False
 

@@ -1,0 +1,107 @@
+"""An arena for what torch takes in steps: opened, tried out, and given up with a reason where it does not do."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from shim_fixture import Torch, shim_or_skip
+
+from tonnage.buffers import Device, Stream
+from tonnage.buffers.torch_segments import Route, TorchSegments
+from tonnage.device.host import HostDriver
+from tonnage.engine import step_segments
+from tonnage.engine.step_segments import StepSegments
+from tonnage.ledger import Ledger
+from tonnage.terms import LineKind
+from tonnage.units import MiB
+
+CAPACITY = 256 * MiB
+
+
+class OutOfMemoryError(RuntimeError):
+    """Torch's."""
+
+
+@pytest.fixture
+def site():
+    driver = HostDriver(CAPACITY)
+    ledger, closers = Ledger(0, CAPACITY), []
+    yield SimpleNamespace(
+        driver=driver,
+        stream=Stream(Device(driver)),
+        ledger=ledger,
+        closing=closers.append,
+        closers=closers,
+    )
+    assert driver.close() == ()
+
+
+@pytest.fixture
+def steps(site, monkeypatch):
+    shim = shim_or_skip()
+    monkeypatch.setattr(step_segments, "find_route", lambda torch_memory, fall_back: Route(shim=shim))
+    monkeypatch.setattr(TorchSegments, "use", lambda self: nullcontext())
+    cublas = SimpleNamespace(_cuda_clearCublasWorkspaces=lambda: None)
+    monkeypatch.setattr(step_segments, "torch", SimpleNamespace(OutOfMemoryError=OutOfMemoryError, _C=cublas))
+    made = StepSegments(site, torch_memory=None)
+    yield made
+    made.close()
+    made.close()
+    assert site.ledger.accounted_bytes == 0
+
+
+def test_the_arena_is_what_the_plan_has_beside_what_torch_keeps(site, steps):
+    ran = []
+    steps.open(step_bytes=101 * MiB, kept_bytes=38 * MiB, try_out=lambda: ran.append(steps.live_bytes))
+    assert (ran, len(site.closers)) == ([0], 1)
+    (segments,) = steps.all
+    assert (segments.limit_bytes, steps.headroom_bytes) == (62 * MiB, 62 * MiB)
+    torch = Torch(segments._heap)
+    address = torch.alloc(20 * MiB)
+    steps.poll()
+    assert (steps.live_bytes, steps.headroom_bytes) == (20 * MiB, 42 * MiB)
+    entries = {entry.tag: entry.physical_bytes for entry in site.ledger.snapshot().entries}
+    assert entries == {"": 42 * MiB, "activations": 20 * MiB}
+    assert {entry.line for entry in site.ledger.snapshot().entries} == {LineKind.TRANSIENT}
+    torch.free(address)
+
+
+def test_a_step_that_does_not_fit_gives_the_arena_up_and_says_so(site, steps):
+    def does_not_fit():
+        raise OutOfMemoryError("tried to allocate")
+
+    steps.open(step_bytes=64 * MiB, kept_bytes=0, try_out=does_not_fit)
+    assert steps.all == ()
+    assert site.ledger.accounted_bytes == 0
+    assert steps.route.shim is None
+    assert "did not fit into an arena of 64 MiB" in steps.route.reason
+    with steps.used():
+        pass
+
+
+def test_no_other_failure_is_taken_for_that(steps):
+    def falls_over():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        steps.open(step_bytes=64 * MiB, kept_bytes=0, try_out=falls_over)
+
+
+def never():
+    raise AssertionError("nothing was to be tried")
+
+
+def test_without_room_for_an_arena_nothing_is_tried(site, steps):
+    steps.open(step_bytes=64 * MiB, kept_bytes=63 * MiB, try_out=never)
+    assert "in torch's own pool already" in steps.route.reason
+    steps.open(step_bytes=2 * CAPACITY, kept_bytes=0, try_out=never)
+    assert "could not be had" in steps.route.reason
+    assert (steps.all, site.ledger.accounted_bytes) == ((), 0)
+
+
+def test_without_a_compiler_nothing_is_tried(steps, monkeypatch):
+    monkeypatch.setattr(step_segments, "find_route", lambda torch_memory, fall_back: Route(shim=None, reason="no cc"))
+    steps.open(step_bytes=64 * MiB, kept_bytes=0, try_out=never)
+    assert (steps.route.reason, steps.all, steps.headroom_bytes) == ("no cc", (), 0)
