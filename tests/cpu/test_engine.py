@@ -418,6 +418,22 @@ def test_a_device_or_backend_that_is_none_is_refused_before_the_model_is_read(gi
         Target.read(EngineOptions(model="no/such-model", **given))
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "runs on a CUDA device, not on cpu"),
+        ({"device": "cuda"}, "has no heads of 16 elements in float32"),
+    ],
+)
+def test_a_backend_that_cannot_run_the_model_is_refused_before_anything_is_allocated(tiny_llama, given, says):
+    with pytest.raises(InvalidSetting, match=says):
+        Target.read(EngineOptions(model=str(tiny_llama), attention="flashinfer", **given))
+
+
+def test_auto_is_resolved_for_the_model(tiny_llama):
+    assert Target.read(EngineOptions(model=str(tiny_llama))).options.attention == "sdpa"
+
+
 def test_cancel_on_a_closed_engine_does_nothing(tiny_llama):
     with start(options(tiny_llama)) as engine:
         pass

@@ -28,7 +28,7 @@ class NoBackend:
     def static_inputs(self, limits):
         return None
 
-    def load(self, inputs, rows):
+    def load(self, inputs, rows, num_rows):
         pass
 
     def captured(self, inputs, num_rows, scratch):

@@ -237,7 +237,7 @@ def test_a_graph_replayed_with_other_rows_equals_eager_and_padding_touches_nothi
         for part, new in zip(queries, case.tokens(bucket), strict=True):
             part.copy_(new)
         before = case.pool.clone()
-        case.backend.load(static, rows)
+        case.backend.load(static, rows, bucket)
         graph.replay()
         real = [part[:, :, :num_rows] for part in queries]
         put(before, rows, real, case.page)
@@ -289,7 +289,7 @@ def test_steps_in_flight_keep_their_own_inputs():
         busy = busy @ busy * 1e-2
     found = []
     for shorter in steps:
-        case.backend.load(static, shorter)
+        case.backend.load(static, shorter, 8)
         graph.replay()
         found.append(out.clone())
     for shorter, got in zip(steps, found, strict=True):

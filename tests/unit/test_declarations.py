@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from tonnage.config import Limits
 from tonnage.declarations import BACKENDS, AttentionShape, declare, declare_for, questions
 from tonnage.declarations.fa3 import Fa3Partials
-from tonnage.declarations.flashinfer import INT_WORKSPACE_BYTES, FlashInferFloats, tile_rows, workspace_bytes
+from tonnage.declarations.flashinfer import (
+    FlashInferScratch,
+    fa2_plan_bytes,
+    fa3_plan_bytes,
+    tile_rows,
+    workspace_bytes,
+)
 from tonnage.declarations.sdpa import SdpaScratch
 from tonnage.declarations.splits import MOST_SMS, most_parts, num_sms
 from tonnage.declarations.triton_decode import TritonPartials
@@ -94,9 +100,8 @@ def test_never_less_in_any_field_of_the_step(backend, step, attention, sm, more,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("attention", [LLAMA, LATENT], ids=["heads", "latent"])
-def test_an_empty_step_needs_nothing_but_a_plan(backend, attention):
-    found = {d.name: d.bytes_at(StepShape(), H200) for d in declare_for(backend, attention)}
-    assert {name for name, size in found.items() if size} <= {"plan"}
+def test_an_empty_step_needs_nothing(backend, attention):
+    assert not any(declared.bytes_at(StepShape(), H200) for declared in declare_for(backend, attention))
 
 
 def test_an_unknown_backend_lists_the_known():
@@ -119,10 +124,14 @@ def test_values_may_be_narrower_than_keys():
     assert narrow.bytes_per_token == 128 * (192 + 128) * 2  # unpacked to 16 bits
 
 
+def rounded(num_bytes, alignment=256):
+    return -(-num_bytes // alignment) * alignment
+
+
 class TestFlashInfer:
     """Floats of ``H_q * P * tile * (D + 1) * 4`` for 32 query heads over 8, of 128, on 132 multiprocessors."""
 
-    FLOATS = FlashInferFloats(shape=LLAMA)
+    ALL = FlashInferScratch(shape=LLAMA)
 
     @pytest.mark.parametrize(("batch", "megabytes"), [(64, "16.9"), (128, "33.8"), (256, "67.6"), (512, "135.3")])
     def test_one_item_for_every_row(self, batch, megabytes):
@@ -135,21 +144,28 @@ class TestFlashInfer:
     )
     def test_a_captured_batch_is_padded_to_the_planners_bound(self, batch, items):
         """ceil(4 B / 16) + B - 1 items, which is what ``plan`` carves out, and more than one for every row."""
-        size = workspace_bytes(num_heads=32, head_dim=128, num_items=items, tile=16)
-        assert self.FLOATS.bytes_at(decode(batch, captured=True), H200) == size
+        floats = 32 * items * 16 * 129 * 4
+        assert self.ALL.float_bytes(batch, H200, captured=True) == floats
+        numbers = 3 * items + (batch + 1) + 1 + 1 + (batch + 1)  # items, rows, part length, tokens, tokens
+        plan = self.ALL.decode_plan_bytes(batch, H200, captured=True)
+        assert 4 * numbers + items <= plan <= 4 * numbers + items + 7 * 16
+        assert self.ALL.bytes_at(decode(batch, captured=True), H200) == rounded(floats) + rounded(plan)
 
     def test_512_captured_rows_pass_the_customary_128_mib(self):
-        assert self.FLOATS.bytes_at(decode(512, captured=True), H200) == 168_818_688 > 128 * MiB
+        assert self.ALL.float_bytes(512, H200, captured=True) == 168_818_688 > 128 * MiB
 
     @pytest.mark.parametrize("batch", [1, 16, 33, 512])
     def test_eager_decodes_stay_within_what_fills_the_chip(self, batch):
-        assert self.FLOATS.bytes_at(decode(batch), H200) == 32 * 33 * 16 * 129 * 4 == 8_718_336
+        assert self.ALL.float_bytes(batch, H200, captured=False) == 32 * 33 * 16 * 129 * 4 == 8_718_336
 
-    def test_eager_prefills_have_larger_tiles(self):
-        shape = StepShape(num_tokens=512, prefill_tokens=512, prefill_rows=1)
-        assert self.FLOATS.bytes_at(shape, H200) == 32 * 33 * 128 * 129 * 4
-        wide = FlashInferFloats(shape=replace(LLAMA, head_dim=256, v_head_dim=256))
-        assert wide.bytes_at(shape, H200) == 32 * 33 * 64 * 257 * 4
+    def test_prompts_leave_no_parts(self):
+        """8,192 tokens in one row: 64 tiles of 128 for each of 32 heads of fa3, seven numbers each."""
+        shape = StepShape(num_tokens=8192, prefill_tokens=8192, prefill_rows=1)
+        hopper = self.ALL.bytes_at(shape, H200)
+        assert hopper == rounded(7 * 4 * 64 * 32 + rounded(133 * 4, 16))
+        ampere = self.ALL.bytes_at(shape, replace(H200, sm=80))
+        assert ampere < hopper
+        assert ampere == rounded(fa2_plan_bytes(num_items=1 + 256, num_rows=1, num_tokens=8192))
 
     @pytest.mark.parametrize(
         ("packed", "dim", "tile"),
@@ -170,10 +186,10 @@ class TestFlashInfer:
     @pytest.mark.parametrize(("batch", "items", "tile"), [(1, 1, 16), (8, 8, 128), (64, 71, 128)])
     def test_drafts_make_larger_tiles(self, batch, items, tile):
         """Three drafts a row: 4 * 4 packed queries in each, and up to (3 B + 1) * 4 in one of them."""
-        drafting = FlashInferFloats(shape=replace(LLAMA, row_tokens=4))
+        drafting = FlashInferScratch(shape=replace(LLAMA, row_tokens=4))
         assert drafting.graph_items(batch) == (items, tile)
         size = workspace_bytes(num_heads=32, head_dim=128, num_items=max(33, items), tile=tile)
-        assert drafting.bytes_at(decode(batch, captured=True), H200) == size
+        assert drafting.float_bytes(batch, H200, captured=True) == size
 
     @given(st.lists(st.integers(1, 40), min_size=1, max_size=40))
     def test_the_bound_covers_any_lengths(self, lengths):
@@ -183,11 +199,37 @@ class TestFlashInfer:
             tiles = sum(ceil_div(length * 4, tile) for length in lengths)
             assert tiles <= ceil_div(tokens * 4, tile) + rows - 1
 
-    def test_the_plan_is_always_there(self):
-        _, plan = declare_for("flashinfer", LLAMA)
-        assert plan.bytes_at(StepShape(), H200) == INT_WORKSPACE_BYTES == 8 * MiB
-        assert plan.share != self.FLOATS.share
-        assert plan.keeps_state
+    @given(
+        lengths=st.lists(st.one_of(st.integers(1, 40), st.integers(1, 3000)), min_size=1, max_size=40),
+        heads=st.sampled_from([(32, 8), (8, 8), (14, 2), (5, 1), (128, 8)]),
+        dim=st.sampled_from([64, 128, 256, 512]),
+        sm=st.sampled_from([80, 90]),
+    )
+    def test_plans_of_prompts_fit_whatever_their_lengths(self, lengths, heads, dim, sm):
+        """Items counted row by row, with the tile of the average row, as the planners do."""
+        num_heads, kv_heads = heads
+        shape = replace(LLAMA, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, v_head_dim=dim)
+        group, rows, tokens = num_heads // kv_heads, len(lengths), sum(lengths)
+        tile = tile_rows(tokens * group // rows, dim)
+        items = sum(ceil_div(length * group, tile) for length in lengths)
+        needed = fa2_plan_bytes(num_items=items, num_rows=rows, num_tokens=tokens)
+        chip = replace(H200, sm=sm)
+        declared = FlashInferScratch(shape=shape).prefill_plan_bytes(rows, tokens, chip)
+        assert needed <= declared
+        if sm == 90:
+            works = sum(ceil_div(length, 192 if dim == 64 else 128) for length in lengths) * num_heads
+            assert fa3_plan_bytes(num_items=works, num_sms=132) <= declared
+
+    def test_each_window_has_plans_of_its_own_and_floats_are_shared(self):
+        both = FlashInferScratch(shape=replace(LLAMA, num_windows=2))
+        floats = rounded(both.float_bytes(64, H200, captured=True))
+        shape = decode(64, captured=True)
+        assert both.bytes_at(shape, H200) - floats == 2 * (self.ALL.bytes_at(shape, H200) - floats)
+
+    def test_nothing_is_kept_from_one_step_to_the_next(self):
+        (scratch,) = declare_for("flashinfer", LLAMA)
+        assert not scratch.keeps_state
+        assert scratch.bytes_at(StepShape(), H200) == 0
 
 
 class TestFa3:

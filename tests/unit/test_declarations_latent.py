@@ -205,6 +205,14 @@ class TestShapesOfAModel:
         assert attention_shapes(replace(self.DENSE, layers=()), kv_dtype=HALF) == (made,)
         assert attention_shapes(self.DENSE, kv_dtype=HALF, row_tokens=3) == (replace(made, row_tokens=3),)
 
+    def test_windows_of_one_kind_are_counted(self):
+        narrow, whole = (replace(self.MIXERS[0], window=window) for window in (1024, None))
+        layers = tuple(Layer(mixer=mixer, feed_forward=None) for mixer in (narrow, whole, narrow))
+        (made,) = attention_shapes(replace(self.DENSE, num_layers=3, layers=layers), kv_dtype=HALF)
+        assert made.num_windows == 2
+        (made,) = attention_shapes(replace(self.DENSE, num_layers=2, layers=layers[::2]), kv_dtype=HALF)
+        assert made.num_windows == 1
+
     def test_each_kind_once_and_none_for_states(self):
         window, wide, latent = attention_shapes(self.config(), kv_dtype=FP8, block_tokens=32)
         assert (window.num_kv_heads, window.head_dim, window.num_groups) == (8, 128, 4)

@@ -208,9 +208,8 @@ class TestKindsOfLayers:
     def test_what_is_declared_alike_is_said_once(self):
         found = scratch_of(*claims_for(TWO_KINDS, LONG, backend="flashinfer"))
         assert sorted(found) == [
-            "flashinfer: float workspace (32 heads of 128 on 8)",
-            "flashinfer: float workspace (32 heads of 256 on 2)",
-            "flashinfer: plan",
+            "flashinfer: plans and floats (32 heads of 128 on 8)",
+            "flashinfer: plans and floats (32 heads of 256 on 2)",
         ]
 
 

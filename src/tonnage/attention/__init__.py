@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BACKENDS: dict[str, str] = {
     "sdpa": "tonnage.attention.sdpa:SdpaBackend",
     "triton": "tonnage.attention.triton:TritonBackend",
+    "flashinfer": "tonnage.attention.flashinfer:FlashInferBackend",
 }
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tonnage.attention.append import append, next_power_of_2
 from tonnage.attention.base import Row, Rows
 from tonnage.attention.pages import Pages
 from tonnage.attention.triton_inputs import StaticInputs
@@ -186,8 +187,8 @@ class TritonBackend:
             device=self._pool.device,
         )
 
-    def load(self, inputs: StaticInputs, rows: Rows) -> None:
-        """Write a step of decodes for the next replay, on the current stream."""
+    def load(self, inputs: StaticInputs, rows: Rows, num_rows: int) -> None:  # noqa: ARG002 - padding is in the inputs
+        """Write a step of decodes for the next replay of the graph of ``num_rows``, on the current stream."""
         inputs.load(rows, self._slots(rows), block_tokens=self.block_tokens)
 
     def captured(self, inputs: StaticInputs, num_rows: int, scratch: StepScratch) -> TritonStep:
@@ -239,7 +240,7 @@ class TritonBackend:
         wanted = _Layer(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
         out = query.new_empty(query.shape[2], query.shape[1], self._head_dim)
         group, pages = self._layers[layer]
-        self._append(step.slots[group], pages, key, value)
+        append(step.slots[group], pages, key, value)
         if step.decode is not None:
             self._decode(step.decode, step.decode.tables[group], pages, query, out, wanted)
         if step.prefill is not None:
@@ -250,17 +251,6 @@ class TritonBackend:
             if num_blocks:
                 self._prefill(step.prefill, step.prefill.tables[group], num_blocks, pages, query, out, wanted)
         return out.unsqueeze(0)
-
-    def _append(self, slots: torch.Tensor, pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        from tonnage.attention.triton_kernels import append_kernel
-
-        width = self._kv_heads * self._head_dim
-        append_kernel[(slots.shape[0],)](
-            key, value, pages, slots,
-            key.stride(1), key.stride(2), value.stride(1), value.stride(2),
-            NUM_KV_HEADS=self._kv_heads, HEAD_DIM=self._head_dim, PAGE=self.block_tokens,
-            WIDTH=next_power_of_2(width), num_warps=4,
-        )  # fmt: skip
 
     def _decode(
         self,
@@ -323,11 +313,6 @@ class TritonBackend:
             # Tensor cores round float32 to 10 bits of mantissa; three products of parts leave about 21.
             "PRECISION": "tf32x3" if self._pool.dtype == torch.float32 else "tf32",
         }
-
-
-def next_power_of_2(number: int) -> int:
-    """The least one that is not below ``number``, which is at least 1."""
-    return 1 << (number - 1).bit_length()
 
 
 def _query_blocks(spans: np.ndarray, is_fresh: np.ndarray, queries: int) -> tuple[np.ndarray, int]:

@@ -32,6 +32,7 @@ class AttentionShape:
     kv_dtype                of the cache as it is allocated
     row_tokens              query tokens of a decoding row: its last token and what is drafted after it
     is_scored               scores are changed one by one, by a soft-cap or by sinks
+    num_windows             how many lengths of window such layers have, none counting as one
     """
 
     num_heads: int
@@ -47,6 +48,7 @@ class AttentionShape:
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     row_tokens: int = 1
     is_scored: bool = False
+    num_windows: int = 1
 
     @property
     def is_latent(self) -> bool:
@@ -111,7 +113,10 @@ def attention_shapes(
     algorithm = sparse_algorithm(config)
     # Most layers are alike, so each kind is worked out once.
     mixers = dict.fromkeys(mixer for index in held.layers for mixer in _mixers(config, index))
-    made = (_shape(mixer, num_ranks, algorithm) for mixer in mixers)
+    windows: dict[AttentionShape, set[int | None]] = {}
+    for mixer in mixers:
+        if shape := _shape(mixer, num_ranks, algorithm):
+            windows.setdefault(shape, set()).add(mixer.window if isinstance(mixer, Attention) else None)
     traits = traits_of(config)[0]
     known: dict[str, Any] = {
         "kv_dtype": kv_dtype,
@@ -119,7 +124,7 @@ def attention_shapes(
         "row_tokens": row_tokens,
         "is_scored": soft_cap(config) is not None or bool(traits.sinks) or traits.window_sinks,
     }
-    return tuple(dict.fromkeys(replace(shape, **known) for shape in made if shape))
+    return tuple(replace(shape, **known, num_windows=len(found)) for shape, found in windows.items())
 
 
 def _mixers(config: ModelConfig, index: int) -> tuple[Mixer, ...]:

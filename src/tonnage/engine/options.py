@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from tonnage.attention.choice import choose
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import DEFAULT_BLOCK_TOKENS, Knobs, LimitKnobs
 from tonnage.errors import InvalidSetting
@@ -81,7 +81,8 @@ class Chunking:
 class EngineOptions:
     """``model``: a folder, a .gguf file, ``smollm2`` or a hub id. ``device``: "cpu", "cuda", or "cuda:1".
 
-    ``attention``: a backend, or "auto": ``triton`` on a card where it is installed, else ``sdpa``.
+    ``attention``: a backend, or "auto": ``sdpa`` on the host; on a card the fastest that is there for the model
+    (``attention.choice``).
 
     ``memory_bytes`` is the size of the host device; a card has its own, and ``total_bytes`` bounds what is taken of it.
 
@@ -187,10 +188,8 @@ class EngineOptions:
 
     @property
     def attention_backend(self) -> str:
-        """The one that was asked for, or the fastest that is installed for the device."""
-        if self.attention != AUTO:
-            return self.attention
-        return "triton" if self.device_kind == "cuda" and find_spec("triton") is not None else "sdpa"
+        """The one that was asked for, or the fastest for the device of those that no model asks anything of."""
+        return choose(self.device_kind) if self.attention == AUTO else self.attention
 
     @property
     def block_tokens(self) -> int:

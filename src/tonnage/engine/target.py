@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tonnage.attention import check_backend
+from tonnage.attention.choice import choose
+from tonnage.attention.flashinfer_modules import refuse_missing_modules, refuse_other_devices, variants_of
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
 from tonnage.costs.activations import forward_peak, sampler_bytes
 from tonnage.costs.config import ModelConfig
@@ -20,7 +22,7 @@ from tonnage.declarations import attention_shapes, declare_for
 from tonnage.engine.family import Family, family_of
 from tonnage.engine.letters import LetterText
 from tonnage.engine.models import model_folder
-from tonnage.engine.options import Chunking, EngineOptions
+from tonnage.engine.options import AUTO, Chunking, EngineOptions
 from tonnage.engine.text import Text
 from tonnage.engine.weights import arena_layout
 from tonnage.errors import InvalidSetting
@@ -39,7 +41,7 @@ from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank, Scratch
 from tonnage.units import ceil_div, format_bytes
 
 #: Attention backends whose decodes can be captured in CUDA graphs.
-CAPTURING = ("triton",)
+CAPTURING = ("triton", "flashinfer")
 #: Whatever a tokenizer of transformers is read from.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
@@ -78,8 +80,9 @@ class Target:
         folder = model_folder(options.model, needs_weights=not options.random_weights)
         rank = Rank(device=options.ordinal)
         config = ModelConfig.read(folder, name=_shown_name(options.model))
-        family = family_of(config, attention=options.attention_backend)
         dtype = parse_dtype(options.dtype or config.dtype, knob="dtype", allowed=COMPUTE_DTYPES)
+        options = replace(options, attention=_attention(options, config, dtype))
+        family = family_of(config, attention=options.attention_backend)
         kv = kv_layout(
             config,
             kv_dtype=options.kv_dtype or dtype,
@@ -224,6 +227,19 @@ class Target:
             versions={"torch": version("torch"), "transformers": version("transformers")},
             reference=self.options.reference,
         )
+
+
+def _attention(options: EngineOptions, config: ModelConfig, dtype: str) -> str:
+    """The backend for this model: the one that was asked for, or the fastest of those that can run it here. Raises
+    ``InvalidSetting`` where kernels that it takes have not been compiled, or have no device."""
+    variants = variants_of(config, dtype=dtype)
+    if options.attention == AUTO:
+        return choose(options.device_kind, variants)
+    if options.attention == "flashinfer":
+        refuse_other_devices(options.device)
+        for variant in variants:
+            refuse_missing_modules(variant)
+    return options.attention
 
 
 def _shown_name(model: str) -> str:

@@ -41,7 +41,7 @@ class CapturingBackend(Protocol):
     """What a backend has whose decodes can be captured."""
 
     def static_inputs(self, limits: Limits) -> Any: ...
-    def load(self, inputs: Any, rows: Any) -> None: ...
+    def load(self, inputs: Any, rows: Any, num_rows: int) -> None: ...
     def captured(self, inputs: Any, num_rows: int, scratch: Any) -> Any: ...
 
 
@@ -109,7 +109,7 @@ class DecodeGraphs:
         was declared, [rows, ...]; raises ``GraphInputError`` for anything else."""
         self._extra.load(extra, num_rows=len(rows), size=size)
         self._feed.load(ids, rows.starts, rows.slots)
-        self._backend.load(self._inputs, rows)
+        self._backend.load(self._inputs, rows, size)
         self._graphs[size].replay()
         self.num_replays[size] += 1
         assert self._hidden is not None

@@ -1,0 +1,83 @@
+"""Which attention backend runs where none was asked for: the fastest of those that can, by what was measured.
+
+``RATES`` keeps the measurements, of Llama-3.1-8B's heads (32 query heads over 8, of 128) in bfloat16 with pages of 16
+tokens on one H200; no other card has been measured. They are weighed by ``LOAD``, leaving out what has not been
+measured of all that are compared: who is faster at decoding is not slower for want of a figure elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from tonnage.attention.flashinfer_modules import Variant, is_built
+
+#: Bytes of keys and values of a token in one layer, and operations of a query with one key in it, of those heads.
+TOKEN_BYTES, PAIR_OPERATIONS = 2 * 8 * 128 * 2, 4 * 32 * 128
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Steps of ``rows`` sequences with ``tokens`` each: decodes on top of so many, or prompts of so many."""
+
+    stage: str
+    rows: int
+    tokens: int
+
+
+#: Seconds are work over rate: GB/s of keys and values for "decode", TFLOP/s of the causal half for "prefill".
+UNITS = {"decode": 10**9, "prefill": 10**12}
+#: What is weighed, as work in one layer: 256 sequences of 1,024 prompt tokens with 256 more.
+LOAD: Mapping[Point, int] = {
+    Point("decode", 256, 1024): 256 * 256 * (1024 + 128) * TOKEN_BYTES,
+    Point("prefill", 8, 1024): 256 * PAIR_OPERATIONS * 1024 * 1024 // 2,
+}
+
+#: Triton: benchmarks/results/2026-11-30-h200-attention-decode.json, of 2026-11-30; its prompts have not been measured.
+#: FlashInfer 0.6.14: on the same kind of card on 2026-11-29, decodes on tensor cores in a graph, prompts through fa3
+#: (through fa2 180 and 308).
+RATES: Mapping[str, Mapping[Point, int]] = {
+    "triton": {
+        Point("decode", 1, 1024): 616,
+        Point("decode", 32, 1024): 3119,
+        Point("decode", 128, 1024): 4022,
+        Point("decode", 256, 1024): 4161,
+        Point("decode", 32, 8192): 4259,
+    },
+    "flashinfer": {
+        Point("decode", 1, 1024): 390,
+        Point("decode", 32, 1024): 3124,
+        Point("decode", 128, 1024): 3719,
+        Point("decode", 256, 1024): 3939,
+        Point("decode", 32, 8192): 4227,
+        Point("prefill", 8, 1024): 277,
+        Point("prefill", 1, 8192): 543,
+    },
+}
+
+
+def choose(device_kind: str, variants: Collection[Variant] = ()) -> str:
+    """The backend for a device of ``device_kind`` "host" or "cuda".
+
+    ``variants`` are what the model's layers need of FlashInfer, which is considered where all of it has been compiled;
+    with none the model is not known yet.
+    """
+    if device_kind != "cuda" or find_spec("triton") is None:
+        return "sdpa"
+    names = ["triton"]
+    if variants and all(is_built(variant) for variant in variants):
+        names.append("flashinfer")
+    return fastest(names)
+
+
+def fastest(names: Iterable[str], rates: Mapping[str, Mapping[Point, int]] | None = None) -> str:
+    """The one that computes ``LOAD`` in the least time by ``rates`` (default: ``RATES``), as far as all of them were
+    measured; the first of equals."""
+    compared, known = list(names), RATES if rates is None else rates
+    points = [point for point in LOAD if all(point in known[name] for name in compared)]
+
+    def seconds(name: str) -> float:
+        return sum(LOAD[point] / (known[name][point] * UNITS[point.stage]) for point in points)
+
+    return min(compared, key=seconds)
