@@ -90,9 +90,9 @@ class PrefillRows:
 @dataclass(slots=True, kw_only=True)
 class TritonStep:
     """What one step needs, the same for every layer of a group. ``slots``, by group, int64 [T]: where each new token
-    goes, -1: nowhere."""
+    goes; none in a step of decodes, which write theirs themselves."""
 
-    slots: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor] = ()
     decode: DecodeRows | None = None
     prefill: PrefillRows | None = None
 
@@ -157,7 +157,7 @@ class TritonBackend:
         """A step with any rows, to be run once: its inputs go over in one copy."""
         rows = rows if isinstance(rows, Rows) else Rows.of(rows)
         decode, prefill = np.flatnonzero(rows.is_decode), np.flatnonzero(~rows.is_decode)
-        arrays: list[np.ndarray] = self._slots(rows)
+        arrays: list[np.ndarray] = self._slots(rows) if prefill.size else []
         if decode.size:
             arrays += [rows.offsets[decode].astype(np.int32), rows.ends[decode].astype(np.int32)]
             arrays += self._tables(rows, decode)
@@ -169,7 +169,7 @@ class TritonBackend:
             blocks, num_rest = _query_blocks(spans, is_fresh, self.prefill_tuning.queries)
             arrays += [spans, blocks, *self._tables(rows, prefill)]
         there = iter(upload(arrays, self._pool.device))
-        step = TritonStep(slots=self._by_group(there))
+        step = TritonStep(slots=self._by_group(there) if prefill.size else ())
         if decode.size:
             step.decode = self._decode_rows(next(there), next(there), self._by_group(there), scratch)
         if prefill.size:
@@ -197,7 +197,7 @@ class TritonBackend:
         The scratch must be that of a captured step of ``num_rows`` decodes, at an address that stays.
         """
         decode = self._decode_rows(inputs.tokens[:num_rows], inputs.lengths[:num_rows], inputs.tables, scratch)
-        return TritonStep(slots=[slots[:num_rows] for slots in inputs.slots], decode=decode)
+        return TritonStep(decode=decode)
 
     def _slots(self, rows: Rows) -> list[np.ndarray]:
         """By group: where each token goes."""
@@ -240,9 +240,11 @@ class TritonBackend:
         wanted = _Layer(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
         out = query.new_empty(query.shape[2], query.shape[1], self._head_dim)
         group, pages = self._layers[layer]
-        append(step.slots[group], pages, key, value)
+        if step.slots:
+            append(step.slots[group], pages, key, value)
         if step.decode is not None:
-            self._decode(step.decode, step.decode.tables[group], pages, query, out, wanted)
+            new = None if step.slots else (key, value)
+            self._decode(step.decode, step.decode.tables[group], pages, query, out, wanted, new=new)
         if step.prefill is not None:
             num_blocks = step.prefill.blocks.shape[0]
             if step.prefill.fresh and wanted.may_use_torch(step.prefill.longest_fresh):
@@ -260,17 +262,22 @@ class TritonBackend:
         query: torch.Tensor,
         out: torch.Tensor,
         wanted: _Layer,
+        *,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
+        """``new``: keys and values that are not in their pages yet."""
         from tonnage.attention.triton_kernels import combine_kernel, decode_kernel
 
         num_heads, splits, tuning = query.shape[1], rows.num_splits, self.decode_tuning
         group = num_heads // self._kv_heads
         is_split = splits > 1
         parts, sums = rows.take_partials(num_heads, self._head_dim) if is_split else (out, out)
+        key, value = new or (query, query)
         decode_kernel[(self._kv_heads, rows.num, splits)](
-            out, parts, sums, query, pages, table, rows.lengths, rows.tokens,
+            out, parts, sums, query, key, value, pages, table, rows.lengths, rows.tokens,
             out if wanted.sinks is None else wanted.sinks,
-            query.stride(1), query.stride(2), table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
+            query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+            table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0), APPENDS=new is not None,
             GROUP=group, GROUP_PAD=max(LEAST_DOT_SIZE, next_power_of_2(group)), TILE=tuning.keys,
             IS_SPLIT=is_split, **self._shape, **wanted.options, **tuning.launch,
         )  # fmt: skip

@@ -96,11 +96,12 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
-    out, parts, sums, query, pages, table, lengths, tokens, sinks, query_head_stride, query_token_stride,
-    table_stride, scale, cap,
+    out, parts, sums, query, key, value, pages, table, lengths, tokens, sinks, query_head_stride, query_token_stride,
+    key_head_stride, key_token_stride, value_head_stride, value_token_stride, table_stride, scale, cap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, SLAB: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    APPENDS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, row, split): the row's last token attends to one part of the row, all queries of the head at
     once. Heads are next to each other in launch order, because they share the row's page numbers and DRAM pages.
@@ -108,6 +109,9 @@ def decode_kernel(
     ``tokens`` says where in the batch the row's query stands, ``lengths`` how many tokens it attends to, itself
     included; 0: a row of padding, whose output is 0. With one split the result goes to ``out`` [T, Hq, D], else
     normalised to ``parts`` [rows, Hq, splits, D] with the base-2 log of its sum in ``sums`` [rows, Hq, splits].
+
+    ``APPENDS``: the last token's key and value are not in their page yet. The program that attends to them writes them
+    there first, which saves a launch in each layer.
     """
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
@@ -134,6 +138,16 @@ def decode_kernel(
 
     head_pages = pages + head * HEAD_DIM
     table_row = table + row.to(tl.int64) * table_stride
+    if APPENDS:
+        if (begin < length) & (end == length):
+            page = tl.load(table_row + (length - 1) // PAGE).to(tl.int64)
+            new_at = head_pages + page * SLAB + (length - 1) % PAGE * (NUM_KV_HEADS * HEAD_DIM) + dims
+            inside = dims < HEAD_DIM
+            new_key = tl.load(key + head * key_head_stride + token * key_token_stride + dims, mask=inside)
+            tl.store(new_at, new_key, mask=inside)
+            new_value = tl.load(value + head * value_head_stride + token * value_token_stride + dims, mask=inside)
+            tl.store(new_at + PAGE * NUM_KV_HEADS * HEAD_DIM, new_value, mask=inside)
+        tl.debug_barrier()  # the program's other threads read them below
     first = tl.full([1], 0, tl.int32) + lowest
     last = tl.full([1], -1, tl.int32) + end
     # Pages of the next tile are read while this one is attended to: keys must not wait for two trips to memory.
