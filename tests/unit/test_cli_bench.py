@@ -17,7 +17,7 @@ from cli_fakes import Ended, FakeEngine, engine_fixture, tonnage_fixture  # noqa
 from report_samples import make_run
 
 from tonnage.bench.measure import Measurement, Sample
-from tonnage.bench.soak import SoakReport, Verdict
+from tonnage.bench.verdict import SoakReport, Verdict
 from tonnage.bench.workloads import Span, Workload
 from tonnage.sampling import SamplingParams
 

@@ -19,6 +19,7 @@ class Live:
     is_sure     it shares as it was asked to: False once a load has failed, after which it may or may not
     spared      steps that had room for it while it loaded
     neighbours  whom it waited for, and how far they were; num_stuck: so often nobody had moved
+    slack_tokens  that a row under way when it stopped running may add to what is known of it
     """
 
     id: str
@@ -37,6 +38,7 @@ class Live:
     spared: int = 0
     neighbours: dict[str, int] = field(default_factory=dict)
     num_stuck: int = 0
+    slack_tokens: int = 0
     state: Literal["waiting", "running", "left"] = "waiting"
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tonnage.bench.rules import Limits
@@ -18,6 +20,11 @@ MAX_LOAD_STEPS = 1000
 _NOT_HELD = ("capacity", "high_water", "num_bytes", "host_capacity")
 #: Those of the KV cache that say where blocks are that nobody holds.
 _AT_HAND = ("free", "cached", "lent", "host_cached", "host_free")
+#: Counters of torch's caching allocator: it found no memory at all, or only after it had given its own back.
+ALLOCATOR_COUNTS = ("num_ooms", "num_alloc_retries")
+#: TO BE SWITCHED with one-step-ahead overlap: 1 once ``Engine.step`` tells of a step in the call after the one that
+#: began it, or what the engine itself says of that.
+STEPS_AHEAD = 0
 #: And what it has done so far.
 DONE = (
     "queried_tokens", "hit_tokens", "evicted", "offloaded", "loaded", "moved", "partial_copies", "taken_back",
@@ -58,8 +65,35 @@ def oracle_limits(engine: Engine) -> Limits:
         keeps_all=all(group.kind in (KVGroupKind.FULL, KVGroupKind.LATENT) for group in kv.cache.groups),
         max_load_steps=getattr(engine._runtime, "max_load_steps", MAX_LOAD_STEPS),
         is_link_slow=kv.cache.num_host_slots > 0 and kv.cache.room.budget.blocks_per_step < kv.cache.num_slots,
+        steps_ahead=STEPS_AHEAD,
         careful_steps=CAREFUL_STEPS,
     )
+
+
+# -- the device ----------------------------------------------------------------------------------------------------
+
+
+def device_free(engine: Engine) -> Callable[[], int] | None:
+    """Free bytes of the engine's card whenever it is called, from any thread; None where it runs on no card."""
+    site = getattr(engine._runtime, "site", None)
+    if site is None or site.driver.kind != "cuda":
+        return None
+    driver = site.driver
+    return lambda: int(driver.mem_info()[0])
+
+
+def allocator_counts(engine: Engine) -> dict[str, int]:
+    """``ALLOCATOR_COUNTS`` since the process began; empty on the host."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or device_free(engine) is None:
+        return {}
+    found = torch.cuda.memory_stats(engine._runtime.site.torch_device)
+    return {name: int(found.get(name, 0)) for name in ALLOCATOR_COUNTS}
+
+
+def computes_in(engine: Engine) -> str:
+    """The dtype of its cache, which is that of all it computes."""
+    return engine.plan.kv.layout.groups[0].parts[0].dtype
 
 
 # -- the pool ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a benchmark or a soak gave, as JSON (``tonnage.bench/1``, ``tonnage.soak/1``) and as tables."""
+"""What a benchmark gave, as JSON (``tonnage.bench/1``) and as tables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from tonnage.bench.soak import SoakReport
     from tonnage.report import RunResult
 
-BENCH_SCHEMA, SOAK_SCHEMA = "tonnage.bench/1", "tonnage.soak/1"
+BENCH_SCHEMA = "tonnage.bench/1"
 PERCENTS = (50, 90, 99)
 #: Packages whose version a measurement depends on.
 PACKAGES = ("tonnage", "torch", "transformers", "numpy")
@@ -116,7 +115,7 @@ def bench_document(measured: Measurement, result: RunResult, *, command: Sequenc
     return {
         "schema": BENCH_SCHEMA,
         **setting(command),
-        **_engine_part(result),
+        **engine_part(result),
         "workload": {
             "name": drawn.name,
             "requests": shape.num_requests,
@@ -141,28 +140,7 @@ def bench_document(measured: Measurement, result: RunResult, *, command: Sequenc
     }
 
 
-def soak_document(report: SoakReport, *, seed: int, command: Sequence[str]) -> Document:
-    """Schema ``tonnage.soak/1``."""
-    return {
-        "schema": SOAK_SCHEMA,
-        **setting(command),
-        **_engine_part(report.result),
-        "seed": seed,
-        "is_good": report.is_good,
-        "rules": {v.rule: {"meaning": v.meaning, "broken": v.num_broken} for v in report.verdicts},
-        "told": list(report.told),
-        "outcomes": report.outcomes,
-        "log": report.counts,
-        "generated_tokens": report.num_tokens,
-        "longest_wait_steps": report.longest_wait_steps,
-        "most_overtaken": report.most_overtaken,
-        "cache": report.cache,
-        "faults": report.faults,
-        "seconds": round(report.seconds, 3),
-    }
-
-
-def _engine_part(result: RunResult) -> Document:
+def engine_part(result: RunResult) -> Document:
     plan = result.plan
     return {
         "model": plan.model_name,
@@ -258,45 +236,3 @@ def _memory(measured: Measurement, result: RunResult) -> Text:
 
 def _milliseconds(percentiles: Mapping[str, int] | None, percent: int) -> str:
     return "–" if percentiles is None else f"{percentiles[f'p{percent}'] / 1000:,.1f} ms"
-
-
-def show_soak(report: SoakReport, console: Console) -> None:
-    """What ran, every rule with its verdict, and the first violations."""
-    from rich.text import Text
-
-    from tonnage.report.draw import grid, show
-
-    rows = [
-        (verdict.rule, "holds" if not verdict.num_broken else f"broken {verdict.num_broken:,} times", verdict.meaning)
-        for verdict in report.verdicts
-    ]
-    table = grid(["rule", "verdict", "what it says"], rows, title="Rules")
-    for row, verdict in zip(table.rows, report.verdicts, strict=True):
-        row.style = "bold red" if verdict.num_broken else None
-    parts: list[Any] = [_what_soaked(report), table]
-    if report.told:
-        parts.append(Text("\n".join(report.told), style="red"))
-    parts.append(Text("The engine holds." if report.is_good else "The engine does not hold.", style="bold"))
-    show(parts, console)
-
-
-def _what_soaked(report: SoakReport) -> Text:
-    from rich.text import Text
-
-    from tonnage.report.draw import plural
-
-    ends = ", ".join(f"{count:,} {name}" for name, count in sorted(report.outcomes.items()))
-    counts = report.counts
-    text = Text.assemble(("requests  ", "dim"), f"{sum(report.outcomes.values()):,}: {ends or 'none'}")
-    text.append("\nsteps     ", "dim")
-    text.append(f"{counts.get('step', 0):,} with {counts.get('computed', 0):,} rows in {report.seconds:.1f} s, ")
-    text.append(f"{report.num_tokens:,} tokens generated")
-    text.append("\nwaiting   ", "dim")
-    text.append(f"{plural(counts.get('suspended', 0), 'suspension')}; ")
-    text.append(f"the longest wait was {plural(report.longest_wait_steps, 'step')}, ")
-    text.append(f"the oldest in the queue was passed {report.most_overtaken:,} times at most")
-    for title, found in (("cache   ", report.cache), ("faults  ", report.faults)):
-        if any(found.values()):
-            text.append(f"\n{title}  ", "dim")
-            text.append(", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in found.items() if count))
-    return text

@@ -35,6 +35,7 @@ class Limits:
     keeps_all                 no layer forgets, so what a running request has computed can be found whole
     max_load_steps            for which somebody may be admitted and load, though the steps had room for its tokens
     is_link_slow              the copies of a step are bounded: but for its first chunk, none is sure to fit
+    steps_ahead               1: a step is planned and begun before the rows of the one before are told; 0: it is not
     careful_steps             after one that ran out of memory, which are smaller than they might be
     """
 
@@ -52,6 +53,7 @@ class Limits:
     keeps_all: bool = True
     max_load_steps: int = 1000
     is_link_slow: bool = False
+    steps_ahead: int = 0
     careful_steps: int = 32
     malformed: set[str] = field(default_factory=set)
 
@@ -62,9 +64,10 @@ class Act:
 
     ask     of a request, whose ``text`` is told, once for each request
     step    one step more; cancel, pin, unpin: of a request
+    sleep   the engine is sent to sleep, wake: it is woken
     fault   a copy of blocks fails; whoever loads may have to do without
     """
 
-    kind: Literal["ask", "step", "cancel", "pin", "unpin", "fault"]
+    kind: Literal["ask", "step", "cancel", "pin", "unpin", "fault", "sleep", "wake"]
     request_id: str = ""
     text: Text | None = None
