@@ -135,8 +135,18 @@ class Soaked:
     broken = 0
 
     def __init__(
-        self, engine: Any, mix: Any, *, is_over: Any, has_sampler: bool, mishaps: Any, on_step: Any, is_stopped: Any
+        self,
+        engine: Any,
+        mix: Any,
+        *,
+        is_over: Any,
+        has_sampler: bool,
+        mishaps: Any,
+        adversary: Any,
+        on_step: Any,
+        is_stopped: Any,
     ) -> None:
+        self.adversary = adversary
         Soaked.last, self.is_stopped, self.mishaps = self, is_stopped, mishaps
         self.engine, self.mix, self.is_over, self.has_sampler = engine, mix, is_over, has_sampler
         on_step(1)

@@ -1,4 +1,4 @@
-"""What a storm does to an engine beside asking for things: sleep and wake, another process; and who watches meanwhile."""
+"""A storm, what it does to an engine beside asking for things (sleep, another process), and who watches meanwhile."""
 
 from __future__ import annotations
 

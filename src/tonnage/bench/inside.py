@@ -75,7 +75,7 @@ def oracle_limits(engine: Engine) -> Limits:
 
 def device_free(engine: Engine) -> Callable[[], int] | None:
     """Free bytes of the engine's card whenever it is called, from any thread; None where it runs on no card."""
-    site = getattr(engine._runtime, "site", None)
+    site = _site(engine)
     if site is None or site.driver.kind != "cuda":
         return None
     driver = site.driver
@@ -87,8 +87,13 @@ def allocator_counts(engine: Engine) -> dict[str, int]:
     torch: Any = sys.modules.get("torch")
     if torch is None or device_free(engine) is None:
         return {}
-    found = torch.cuda.memory_stats(engine._runtime.site.torch_device)
+    found = torch.cuda.memory_stats(_site(engine).torch_device)
     return {name: int(found.get(name, 0)) for name in ALLOCATOR_COUNTS}
+
+
+def _site(engine: Engine) -> Any:
+    """The device it is built on; a stub has none."""
+    return getattr(engine._runtime, "site", None)
 
 
 def computes_in(engine: Engine) -> str:

@@ -80,7 +80,7 @@ class Nap:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Another process takes this share, in hundredths, of what ``keep_free_bytes`` lets it have; 0: it gives all back."""
+    """Another process takes so many hundredths of what ``keep_free_bytes`` lets it have; 0: it gives all back."""
 
     hundredths: int
 

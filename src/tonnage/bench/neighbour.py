@@ -11,6 +11,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import IO, Protocol
 
@@ -26,7 +27,7 @@ class Card(Protocol):
 
     def mem_alloc(self, size: int) -> int: ...
     def mem_free(self, addr: int) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> object: ...
 
 
 def serve(card: Card, lines: Iterable[str], out: IO[str]) -> None:
@@ -91,10 +92,8 @@ class Neighbour:
     def close(self) -> None:
         """Its memory goes back, its context with it; idempotent."""
         if self._child.stdin is not None and not self._child.stdin.closed:
-            try:
+            with suppress(BrokenPipeError):
                 self._child.stdin.close()
-            except BrokenPipeError:
-                pass
         try:
             self._child.wait(self._patience_s)
         except subprocess.TimeoutExpired:

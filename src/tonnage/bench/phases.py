@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tonnage.bench.mix import PRIORITIES, SALTS, STOPS, Mix
-from tonnage.bench.moves import Ask, Cancel, Move, Nap, Stage, Step, Take, View
+from tonnage.bench.moves import Ask, Cancel, Move, Nap, Step, Take, View
 from tonnage.bench.naps import TAG_SETS
 from tonnage.bench.probes import Probes
 from tonnage.caching import CacheParams
@@ -22,7 +22,7 @@ PATIENCE = 300
 
 @dataclass(slots=True, kw_only=True)
 class Sky:
-    """What scripts draw from and look at. Lengths come as shares of ``max_seq_len``: 4,096 in mind, all of it scales."""
+    """What scripts draw from and look at. Lengths are made for sequences of 4,096 tokens, and scale with others."""
 
     rng: random.Random
     vocab_size: int
@@ -105,7 +105,7 @@ def late(sky: Sky) -> Iterator[list[Move]]:
 
 
 def prefix(sky: Sky) -> Iterator[list[Move]]:
-    """3,000 tokens with which many begin; pushed out by as many others as the pool holds; the same again, also salted."""
+    """3,000 tokens with which many begin; pushed out by as many as the pool holds; the same again, also salted."""
     shared = sky.tokens(sky.max_seq_len * 3000 // 4096)
 
     def sharing(**cache: Any) -> Iterator[Ask]:
@@ -143,17 +143,17 @@ def bursts(sky: Sky) -> Iterator[list[Move]]:
 
 def cancels(sky: Sky) -> Iterator[list[Move]]:
     """Taken back while they wait, in the middle of their prompts, while they decode, from their own callbacks."""
-    wanted: dict[str, Stage] = {}
+    wanted: dict[str, str] = {}  # the stage in which each is to be taken back
     asks: list[Move] = []
     for number in range(sky.num(2)):
-        stage: Stage | str = ("waiting", "prefilling", "decoding", "streaming")[number % 4]
+        stage = ("waiting", "prefilling", "decoding", "streaming")[number % 4]
         prompt = sky.tokens(sky.max_seq_len - sky.part(64, 128) if stage == "prefilling" else sky.part(16, 512))
         given: dict[str, Any] = {"priority": 0 if stage == "waiting" else 3}
         if stage == "streaming":
             given |= {"listens": True, "cancels_at_delta": sky.rng.randrange(20)}
         ask = sky.ask("cancels", prompt, most=sky.part(256, 512), **given)
         asks.append(ask)
-        if stage == "waiting" or stage == "prefilling" or stage == "decoding":
+        if stage != "streaming":
             wanted[ask.id] = stage
     yield asks
     for _ in range(PATIENCE):
@@ -199,7 +199,7 @@ def lengths(sky: Sky) -> Iterator[list[Move]]:
 
 
 def odd(sky: Sky) -> Iterator[list[Move]]:
-    """A batch of the ordinary mix: every parameter, requests that make no sense, callbacks that raise, conversations."""
+    """A batch of the ordinary mix: every parameter, senseless requests, callbacks that raise, conversations."""
 
     def asks() -> Iterator[Ask]:
         for _ in range(sky.num(1)):

@@ -22,7 +22,7 @@ PHASE = "probes"
 
 @dataclass(slots=True)
 class _Reference:
-    """What a probe was answered alone, and the gap between the two best at each position; inf where only one is known."""
+    """What a probe was answered alone, and the gap between the two best at each position; inf: only one is known."""
 
     tokens: tuple[int, ...]
     gaps: list[float]

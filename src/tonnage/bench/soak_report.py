@@ -115,30 +115,17 @@ def _told(report: SoakReport) -> Iterator[tuple[str, str]]:
 
     ends = ", ".join(f"{count:,} {name}" for name, count in sorted(report.outcomes.items()))
     yield "requests", f"{sum(report.outcomes.values()):,}: {ends or 'none'}"
-    counts, load = report.counts, report.load
-    yield (
-        "steps",
-        (
-            f"{counts.get('step', 0):,} with {counts.get('computed', 0):,} rows in {report.seconds:.1f} s, "
-            f"{report.num_tokens:,} tokens generated"
-        ),
-    )
-    if load.num_steps:
-        yield (
-            "load",
-            (
-                f"{load.running_sum / load.num_steps:,.1f} running and {load.waiting_sum / load.num_steps:,.1f} waiting in "
-                f"the mean, full or out of memory in {100 * load.num_full / load.num_steps:.0f} % of the steps"
-            ),
-        )
-    yield (
-        "waiting",
-        (
-            f"{plural(counts.get('suspended', 0), 'suspension')}; "
-            f"the longest wait was {plural(report.longest_wait_steps, 'step')}, "
-            f"the oldest in the queue was passed {report.most_overtaken:,} times at most"
-        ),
-    )
+    counts = report.counts
+    told = f"{counts.get('step', 0):,} with {counts.get('computed', 0):,} rows in {report.seconds:.1f} s"
+    yield "steps", f"{told}, {report.num_tokens:,} tokens generated"
+    if num_steps := report.load.num_steps:
+        running, waiting = report.load.running_sum / num_steps, report.load.waiting_sum / num_steps
+        full = 100 * report.load.num_full / num_steps
+        told = f"{running:,.1f} running and {waiting:,.1f} waiting in the mean"
+        yield "load", f"{told}, full or with a queue in {full:.0f} % of the steps"
+    told = f"the longest wait was {plural(report.longest_wait_steps, 'step')}"
+    told += f", the oldest in the queue was passed {report.most_overtaken:,} times at most"
+    yield "waiting", f"{plural(counts.get('suspended', 0), 'suspension')}; {told}"
     for title, found in (("cache", report.cache), ("faults", report.faults)):
         if any(found.values()):
             yield title, ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in found.items() if count)
@@ -150,13 +137,9 @@ def _told(report: SoakReport) -> Iterator[tuple[str, str]]:
 
 def _adverse(found: Adversities) -> Iterator[tuple[str, str]]:
     if found.free is not None and found.floor_bytes is not None:
-        yield (
-            "free",
-            (
-                f"at least {format_bytes(found.free.lowest_bytes)} of the card ({format_bytes(found.floor_bytes)} must be), "
-                f"{found.free.num_samples:,} samples, the longest gap {found.free.longest_gap_ms} ms"
-            ),
-        )
+        lowest, floor = format_bytes(found.free.lowest_bytes), format_bytes(found.floor_bytes)
+        told = f"{found.free.num_samples:,} samples, the longest gap {found.free.longest_gap_ms} ms"
+        yield "free", f"{lowest} of the card at the lowest, {floor} must be; {told}"
     if found.allocator:
         yield "torch", ", ".join(f"{name} {count:,}" for name, count in found.allocator.items())
     if found.neighbour_takes is not None:
@@ -167,14 +150,10 @@ def _adverse(found: Adversities) -> Iterator[tuple[str, str]]:
         freed = "" if found.freed_bytes is None else f", {format_bytes(found.freed_bytes)} given back at most"
         yield "naps", ", ".join(f"{count:,} of {tags}" for tags, count in found.naps.items()) + freed
     for moment, one in found.probes.items():
+        share = 100 * (one.same_share or 0)
+        told = f"{moment}: {one.num_whole:,} of {one.num_texts:,} as alone, {share:.1f} % of tokens up to a difference"
         parted = "" if one.widest_gap is None else f"; the widest gap where one parted {one.widest_gap:.2g}"
-        yield (
-            "probes",
-            (
-                f"{moment}: {one.num_whole:,} of {one.num_texts:,} as alone, "
-                f"{100 * (one.same_share or 0):.1f} % of their tokens before the first other one{parted}"
-            ),
-        )
+        yield "probes", told + parted
 
 
 def _phases(phases: Sequence[PhaseFigures]) -> Table:

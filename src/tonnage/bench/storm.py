@@ -1,7 +1,7 @@
-"""The adversarial load: phases that are each hard on an engine, overlapping, again and again in an order drawn by seed.
+"""The adversarial load: phases that are each hard on an engine, overlapping, in an order drawn by seed.
 
-Rounds follow each other. In each every phase comes once, up to three at a time, while the batch is kept full and as many
-wait; then nothing more is asked, all ends, everything must be back where it was, and for a moment nobody asks for
+Rounds follow each other. In each every phase comes twice, up to three at a time, while the batch is kept full and as
+many wait; then nothing more is asked, all ends, everything must be back where it was, and for a moment nobody asks for
 anything. What the phases do is in ``phases``.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from tonnage.bench.mix import Mix
+from tonnage.bench.mix import MAX_WAITING_BATCHES, Mix
 from tonnage.bench.moves import Ask, Move, Phase, Rest, Settle, Step, View
 from tonnage.bench.phases import PHASES, Sky
 from tonnage.bench.probes import Probes
@@ -21,6 +21,8 @@ MAX_AT_ONCE, BEGINS = 3, 0.05
 IDLE_S = (0.2, 1.0)
 #: What keeps the batch full between the phases' own requests.
 FILLER = "filler"
+#: The phase whose requests take longest, once a round; the others so many times.
+LONGEST, TIMES_A_ROUND = "lengths", 2
 
 
 class Storm:
@@ -80,23 +82,29 @@ class Storm:
         self._mix.heard(ask, generated)
 
     def _round(self, view: View) -> Iterator[Move]:
-        coming = self._rng.sample(self._names, len(self._names))
-        active: dict[str, Iterator[list[Move]]] = {}
+        coming = self._order()
+        active: list[tuple[str, Iterator[list[Move]]]] = []
         while coming or active:
             if coming and len(active) < MAX_AT_ONCE and (not active or self._rng.random() < BEGINS):
                 name = coming.pop()
-                active[name] = PHASES[name].script(self._sky)
+                active.append((name, PHASES[name].script(self._sky)))
                 yield Phase(name, begins=True)
-            for name, script in list(active.items()):
-                moves = next(script, None)
+            is_crowded = view.num_waiting > MAX_WAITING_BATCHES * self._sky.max_batch_size
+            for phase in [] if is_crowded else list(active):
+                moves = next(phase[1], None)
                 if moves is None:
-                    del active[name]
-                    yield Phase(name, begins=False)
+                    active.remove(phase)
+                    yield Phase(phase[0], begins=False)
                 else:
                     yield from moves
             if view.num_waiting < self._sky.max_batch_size:
                 yield from self._filler()
             yield Step()
+
+    def _order(self) -> list[str]:
+        """From the last to the first. What is longest comes first, so that it does not run on alone at the end."""
+        others = [name for name in self._names if name != LONGEST] * TIMES_A_ROUND
+        return [*self._rng.sample(others, len(others)), LONGEST]
 
     def _filler(self) -> Iterator[Move]:
         for _ in range(max(1, self._sky.max_batch_size // 4)):

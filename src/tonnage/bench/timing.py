@@ -53,8 +53,8 @@ class PhaseFigures:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request that is there. ``tokens`` is its own list, which grows; ``last_us`` None: no token yet, or not since the
-    engine slept, so that the time to the next one is nobody's."""
+    """A request that is there. ``tokens`` is its own list, which grows; ``last_us`` None: it has no token yet, or none
+    since the engine slept, so that the time to the next one is nobody's."""
 
     figures: PhaseFigures
     tokens: list[int]
@@ -66,8 +66,8 @@ class _Live:
 
 @dataclass(slots=True, kw_only=True)
 class LoadFigures:
-    """How full the engine was over its steps: ``num_full`` of ``num_steps`` had a full batch, or a waiting request that
-    found no memory; the sums are of rows that ran and of requests that waited."""
+    """How full the engine was over its steps: ``num_full`` of ``num_steps`` had a full batch or somebody
+    who waited; the sums are of rows that ran and of requests that waited."""
 
     num_steps: int = 0
     num_full: int = 0

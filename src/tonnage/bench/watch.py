@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ class FreeWatch:
             interval_ms=round(1000 * self._interval_s),
             lowest_bytes=lowest,
             lowest_at_s=round(at - began, 1),
-            longest_gap_ms=round(1000 * max((b - a for a, b in zip(times, times[1:], strict=False)), default=0)),
+            longest_gap_ms=round(1000 * max((b - a for a, b in pairwise(times)), default=0)),
             lowest_by_second=tuple(by_second.values()),
         )
 
