@@ -143,10 +143,11 @@ class Soaked:
         has_sampler: bool,
         mishaps: Any,
         adversary: Any,
+        max_last_tokens: Any,
         on_step: Any,
         is_stopped: Any,
     ) -> None:
-        self.adversary = adversary
+        self.adversary, self.max_last_tokens = adversary, max_last_tokens
         Soaked.last, self.is_stopped, self.mishaps = self, is_stopped, mishaps
         self.engine, self.mix, self.is_over, self.has_sampler = engine, mix, is_over, has_sampler
         on_step(1)

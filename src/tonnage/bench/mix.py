@@ -46,8 +46,6 @@ class Mix:
     max_seq_len: int
     max_batch_size: int
     block_tokens: int = 16
-    #: What was asked is served to its end.
-    max_last_tokens: int | None = None
     _rng: random.Random = field(init=False)
     _number: int = 0
     _are_long: bool = False

@@ -101,13 +101,9 @@ class View(Protocol):
 
 
 class Load(Protocol):
-    """Moves without end, decided by ``seed`` and by what is seen; ``heard`` tells what a request was answered.
-
-    ``max_last_tokens``: when it is all over, what has more tokens to go, or still waits, is taken back; None: nothing.
-    """
+    """Moves without end, decided by ``seed`` and by what is seen; ``heard`` tells what a request was answered."""
 
     seed: int
-    max_last_tokens: int | None
 
     def moves(self, view: View) -> Iterator[Move]: ...
     def heard(self, ask: Ask, generated: Sequence[int]) -> None: ...

@@ -61,7 +61,8 @@ class Soak:
 
     The clock decides only when to stop; what is asked when is decided by steps and ``load.seed``, so a run of a number
     of requests repeats itself exactly where the engine does. ``mishaps``: those that were given to the engine.
-    ``adversary``: whose storm the load is; without one, moves that need it are passed over.
+    ``adversary``: whose storm the load is; without one, moves that need it are passed over. ``max_last_tokens``: once it
+    is over, what still waits or has more tokens to go is taken back; None: all is served to its end.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Soak:
         has_sampler: bool = True,
         mishaps: Mishaps | None = None,
         adversary: Adversary | None = None,
+        max_last_tokens: int | None = None,
         on_step: Callable[[int], None] = lambda _: None,
         is_stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -82,6 +84,7 @@ class Soak:
         self._is_stopped = is_stopped
         self._is_over: Callable[[int, float], bool] = lambda asked, passed: is_stopped() or is_over(asked, passed)
         self._load, self._adversary, self._breaches = load, adversary, Breaches(RULES)
+        self._max_last_tokens = max_last_tokens
         self._rng = random.Random(load.seed ^ 0x50AC)
         self._limits = inside.oracle_limits(engine)
         self._oracle = Oracle(self._limits)
@@ -272,8 +275,8 @@ class Soak:
         self._timing.paused()
 
     def _take_back_the_rest(self) -> None:
-        """Where the load says so: all that waits, and what has long to go."""
-        most = self._load.max_last_tokens
+        """Where it is to end soon: all that waits, and what has long to go."""
+        most = self._max_last_tokens
         for name, (_, request, _) in list(self._open.items()):
             if most is not None and (request.slot < 0 or request.max_total_tokens - len(request.token_ids) > most):
                 self._cancel(name)

@@ -32,9 +32,6 @@ class Storm:
     can_sleep       the engine can be sent to sleep; has_neighbour: another process can take memory
     """
 
-    #: What has more tokens to go when it is all over is taken back, and so is all that waits.
-    max_last_tokens: int | None = 256
-
     def __init__(
         self,
         *,

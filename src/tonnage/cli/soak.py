@@ -33,6 +33,8 @@ STUB_HOST_POOLS, STUB_HEAD_PARTS, STUB_LOAD_STEPS = 4, 4, 4
 LEAST_SEQ_LEN = 32
 #: Above it hardly a step would end well.
 MOST_FAULTS = 0.2
+#: A storm of so many minutes ends soon after them: what has more tokens than this to go is taken back.
+LAST_TOKENS = 256
 _STUB_KNOWS = ("--kv-tokens", "--block-tokens", "--admission")
 
 
@@ -204,6 +206,7 @@ def _soaked(asked: _Asked, is_over: Callable[[int, float], bool], total: int | N
                 has_sampler=not asked.is_stub,
                 mishaps=mishaps,
                 adversary=adversary,
+                max_last_tokens=LAST_TOKENS if asked.storms and total is None else None,
                 on_step=lambda done: display.step(engine.progress(), done=done),
                 is_stopped=lambda: bool(stop),
             ).run()
