@@ -60,6 +60,7 @@ def test_the_named_workloads_are_the_ones_that_engines_are_compared_by():
         "uniform": (256, "100-1,024", "100-1,024"),
         "long": (512, "1,000", "1,000"),
         "stalls": (8, "32", "512"),
+        "arrivals": (256, "100-1,024", "100-1,024"),
     }
     assert {name: s.interrupting for name, s in WORKLOADS.items() if s.interrupting} == {"stalls": Span(2000, 2000)}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tonnage.bench.workloads import QUIET_STEPS, Workload
+from tonnage.caching import CacheParams
 from tonnage.errors import InputError, RequestRefused
 from tonnage.sampling import SamplingParams
 
@@ -118,7 +119,10 @@ class _Run:
 
     def warm_up(self, num_jobs: int) -> None:
         for number in range(min(num_jobs, len(self._workload.jobs))):
-            self._engine.submit(self._request(number, name="warm-up"))
+            request = self._request(number, name="warm-up")
+            # The same prompts come again when the clock runs, and must not be found in the cache.
+            request.params = replace(request.params, cache=CacheParams(reuse=False))
+            self._engine.submit(request)
         while self._engine.has_work and not self._is_stopped():
             self._engine.step()
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from tonnage.bench.limits import Limits
+    from tonnage.bench.workloads import Workload
     from tonnage.report import RunResult
 
 BENCH_SCHEMA = "tonnage.bench/1"
@@ -74,6 +76,15 @@ def figures(measured: Measurement) -> Figures:
     )
 
 
+def decode_tokens_per_second(measured: Measurement) -> float | None:
+    """Of a request alone, from its first token on; None where there were several, or there is no second token."""
+    samples = measured.requests
+    if len(samples) != 1 or samples[0].first_token_us is None or not samples[0].gaps_us:
+        return None
+    took = samples[0].last_token_us - samples[0].first_token_us
+    return len(samples[0].gaps_us) * 10**6 / max(1, took)
+
+
 def _first_tokens(samples: Sequence[Sample]) -> list[int]:
     return [s.first_token_us - s.arrival_us for s in samples if s.first_token_us is not None]
 
@@ -108,23 +119,40 @@ def _version(package: str) -> str | None:
         return None
 
 
-def bench_document(measured: Measurement, result: RunResult, *, command: Sequence[str]) -> Document:
-    """Schema ``tonnage.bench/1``: what was asked, where, the figures, and the raw samples that they come from."""
-    drawn, found = measured.workload, figures(measured)
-    shape = drawn.shape
+def bench_document(
+    measured: Measurement, result: RunResult, *, command: Sequence[str], limits: Limits | None = None
+) -> Document:
+    """Schema ``tonnage.bench/1``: what was asked, where, the figures, and the raw samples that they come from.
+
+    ``limits``: what the card allows, where that is known.
+    """
     return {
         "schema": BENCH_SCHEMA,
         **setting(command),
         **engine_part(result),
-        "workload": {
-            "name": drawn.name,
-            "requests": shape.num_requests,
-            "input_tokens": [shape.input_tokens.low, shape.input_tokens.high],
-            "output_tokens": [shape.output_tokens.low, shape.output_tokens.high],
-            "interrupting_tokens": shape.interrupting and [shape.interrupting.low, shape.interrupting.high],
-            "rate_per_second": drawn.rate_per_second and str(drawn.rate_per_second),
-            "seed": drawn.seed,
-        },
+        "workload": workload_document(measured.workload),
+        "limit_per_second": limits and {name: round(value, 1) for name, value in asdict(limits).items()},
+        **run_document(measured),
+    }
+
+
+def workload_document(drawn: Workload) -> Document:
+    shape = drawn.shape
+    return {
+        "name": drawn.name,
+        "requests": shape.num_requests,
+        "input_tokens": [shape.input_tokens.low, shape.input_tokens.high],
+        "output_tokens": [shape.output_tokens.low, shape.output_tokens.high],
+        "interrupting_tokens": shape.interrupting and [shape.interrupting.low, shape.interrupting.high],
+        "rate_per_second": drawn.rate_per_second and str(drawn.rate_per_second),
+        "seed": drawn.seed,
+    }
+
+
+def run_document(measured: Measurement) -> Document:
+    """One run: its figures and its samples."""
+    found = figures(measured)
+    return {
         "elapsed_us": measured.elapsed_us,
         "failed": measured.num_failed,
         "suspensions": measured.num_suspensions,
@@ -168,12 +196,14 @@ def text_of(document: Document) -> str:
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
-def show_bench(measured: Measurement, result: RunResult, console: Console) -> None:
-    """Throughput, latencies, and memory against the plan."""
+def show_bench(measured: Measurement, result: RunResult, console: Console, *, limits: Limits | None = None) -> None:
+    """Throughput, latencies, and memory against the plan; beside the first what the card allows, where it is known."""
     from tonnage.report.draw import show
 
     found = figures(measured)
-    show([_what_ran(measured, result), _throughput(found), _latencies(found), _memory(measured, result)], console)
+    show(
+        [_what_ran(measured, result), _throughput(found, limits), _latencies(found), _memory(measured, result)], console
+    )
 
 
 def _what_ran(measured: Measurement, result: RunResult) -> Text:
@@ -194,16 +224,17 @@ def _what_ran(measured: Measurement, result: RunResult) -> Text:
     return text
 
 
-def _throughput(found: Figures) -> Table:
+def _throughput(found: Figures, limits: Limits | None) -> Table:
     from tonnage.report.draw import grid
 
     rows = [
-        ("output tokens", f"{found.output_tokens:,.1f}"),
-        ("input tokens", f"{found.input_tokens:,.1f}"),
-        ("total tokens", f"{found.total_tokens:,.1f}"),
-        ("requests", f"{found.requests:,.2f}"),
+        ("output tokens", f"{found.output_tokens:,.1f}", "" if limits is None else f"{limits.output_tokens:,.0f}"),
+        ("input tokens", f"{found.input_tokens:,.1f}", "" if limits is None else f"{limits.input_tokens:,.0f}"),
+        ("total tokens", f"{found.total_tokens:,.1f}", ""),
+        ("requests", f"{found.requests:,.2f}", ""),
     ]
-    return grid(["", "a second>", ""], [(*row, "") for row in rows], title="Throughput")
+    heads = ["", "a second>", "" if limits is None else "the card's limit", ""]
+    return grid(heads, [(*row, "") for row in rows], title="Throughput")
 
 
 def _latencies(found: Figures) -> Table:

@@ -61,8 +61,8 @@ class Soak:
 
     The clock decides only when to stop; what is asked when is decided by steps and ``load.seed``, so a run of a number
     of requests repeats itself exactly where the engine does. ``mishaps``: those that were given to the engine.
-    ``adversary``: whose storm the load is; without one, moves that need it are passed over. ``max_last_tokens``: once it
-    is over, what still waits or has more tokens to go is taken back; None: all is served to its end.
+    ``adversary``: whose storm the load is; without one, moves that need it are passed over. ``max_last_tokens``: in the
+    end what still waits or has more tokens to go is taken back; None: all is served to its end.
     """
 
     def __init__(
