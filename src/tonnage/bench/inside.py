@@ -75,17 +75,16 @@ def oracle_limits(engine: Engine) -> Limits:
 
 def device_free(engine: Engine) -> Callable[[], int] | None:
     """Free bytes of the engine's card whenever it is called, from any thread; None where it runs on no card."""
-    site = _site(engine)
-    if site is None or site.driver.kind != "cuda":
+    if not _is_on_card(engine):
         return None
-    driver = site.driver
+    driver = _site(engine).driver
     return lambda: int(driver.mem_info()[0])
 
 
 def allocator_counts(engine: Engine) -> dict[str, int]:
     """``ALLOCATOR_COUNTS`` since the process began; empty on the host."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or device_free(engine) is None:
+    if torch is None or not _is_on_card(engine):
         return {}
     found = torch.cuda.memory_stats(_site(engine).torch_device)
     return {name: int(found.get(name, 0)) for name in ALLOCATOR_COUNTS}
@@ -94,6 +93,11 @@ def allocator_counts(engine: Engine) -> dict[str, int]:
 def _site(engine: Engine) -> Any:
     """The device it is built on; a stub has none."""
     return getattr(engine._runtime, "site", None)
+
+
+def _is_on_card(engine: Engine) -> bool:
+    site = _site(engine)
+    return site is not None and site.driver.kind == "cuda"
 
 
 def computes_in(engine: Engine) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from tonnage.bench.moves import Ask
@@ -38,7 +39,7 @@ class Compared:
     """Texts of probes beside what the same probes were answered alone.
 
     num_same, num_tokens   tokens up to the first that differs, and all of them
-    widest_gap             between the two best alone, where a text went another way; None: none did
+    widest_gap             between the two best alone, where a text went another way; None: none did, or nobody knows
     """
 
     num_texts: int = 0
@@ -117,12 +118,13 @@ class Probes:
         if same == len(reference.tokens) == len(tokens):
             found.num_whole += 1
             return
-        gap = reference.gaps[same] if same < len(reference.gaps) else float("inf")
-        found.widest_gap = max(gap, found.widest_gap or 0.0)
+        gap = reference.gaps[same] if same < len(reference.gaps) else inf
+        if isfinite(gap):
+            found.widest_gap = max(gap, found.widest_gap or 0.0)
         if self.is_exact and same < reference.num_sure:
             self._tell("probes", f"{ask.id} differs from token {same} on, where the two best lie {gap:.2g} apart")
 
 
 def _gaps(completion: Completion) -> list[float]:
     tops = completion.top_logprobs or [()] * len(completion.token_ids)
-    return [top[0][1] - top[1][1] if len(top) > 1 else float("inf") for top in tops]
+    return [top[0][1] - top[1][1] if len(top) > 1 else inf for top in tops]
