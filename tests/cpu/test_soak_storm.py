@@ -66,7 +66,7 @@ def broken(report):
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_the_stub_holds_in_a_storm(setting):
-    report = stormed(stub_engine(**setting), 900, seed=4)
+    report = stormed(stub_engine(**setting), 1100 if setting is ROOMY else 900, seed=4)
     assert report.is_good, "\n".join(report.told)
     asked = {phase.name: phase for phase in report.phases}
     # It is no storm if not all of it came.
@@ -111,7 +111,7 @@ def test_a_real_engine_holds_in_a_storm(tiny_llama):
     document = json.loads(json.dumps(soak_document(report, seed=2, command=["tonnage", "soak"])))
     assert document["is_good"]
     assert document["rules"]["probes"]["broken"] == 0
-    phase = document["phases"]["crowd"]
+    phase = document["phases"]["filler"]
     assert phase["output_tokens"] > 0
     assert phase["time_between_tokens_us"].keys() == {"p50", "p99", "p99.9", "max"}
     assert {row["line"] for row in document["audit"]} >= {"weights", "kv"}
@@ -498,7 +498,8 @@ def test_equal_texts_of_probes():
 def test_a_text_may_go_another_way_where_rounding_decides():
     told, found = compared([1, 2, 7, 8], [1.0, 1.0, GAP / 2, 1.0])
     assert not told
-    assert (found.num_whole, found.num_same, found.num_tokens, found.widest_gap) == (0, 2, 4, GAP / 2)
+    assert (found.num_whole, found.num_same, found.num_tokens) == (0, 2, 4)
+    assert found.widest_gap == pytest.approx(GAP / 2)
     told, _ = compared([1, 2, 3, 8], [1.0, GAP / 2, 1.0, 1.0])  # after it everything may differ
     assert not told
 
@@ -506,7 +507,7 @@ def test_a_text_may_go_another_way_where_rounding_decides():
 def test_a_text_that_goes_another_way_for_no_reason():
     told, found = compared([1, 7, 3, 4], [1.0, 2 * GAP, 1.0, 1.0])
     assert [rule for rule, _ in told] == ["probes"]
-    assert found.widest_gap == 2 * GAP
+    assert found.widest_gap == pytest.approx(2 * GAP)
     told, found = compared([1, 7, 3, 4], [1.0, 2 * GAP, 1.0, 1.0], is_exact=False)
     assert not told
     assert found.same_share == 0.25
