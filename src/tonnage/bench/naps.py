@@ -13,8 +13,8 @@ from tonnage.units import format_bytes
 if TYPE_CHECKING:
     from tonnage.engine import Engine
 
-#: TO BE SWITCHED ON with ``Engine.sleep`` and ``Engine.wake``: set this to True (and delete the line in
-#: docs/bench-and-soak.md that says naps are passed over). Nothing else depends on it.
+#: TO BE SWITCHED ON with ``Engine.sleep`` and ``Engine.wake``: set this to True, and delete the sentence in
+#: docs/bench-and-soak.md that says naps are passed over. Nothing else depends on it.
 CAN_SLEEP = False
 
 #: What is slept with, each as likely; () is everything.
