@@ -423,6 +423,19 @@ def test_another_process_that_does_not_come_up():
         Neighbour(command=[sys.executable, "-c", "print('no card')"])
 
 
+@pytest.mark.parametrize(("unexplained", "is_sound"), [(150 * MiB, True), (150 * MiB + 1, False)])
+def test_what_no_line_explains_has_a_bar_on_a_card(monkeypatch, unexplained, is_sound):
+    engine = stub_engine(**ROOMY)
+    result = engine.result
+    monkeypatch.setattr(inside, "is_on_card", lambda _: True)
+    monkeypatch.setattr(
+        engine, "result", lambda: replace(r := result(), snapshot=replace(r.snapshot, unattributed=unexplained))
+    )
+    soak = Soak(engine, make_mix(engine, 0), is_over=lambda asked, _: asked >= 1, has_sampler=False)
+    assert broken(soak.run()) == (set() if is_sound else {"ledger"})
+    engine.close()
+
+
 # -- what fails, and what is raised --------------------------------------------------------------------------------
 
 

@@ -55,7 +55,7 @@ class Adversary:
         self._tell = self.breaches.note
         keep_free = plan.knobs.keep_free_bytes.or_else(DEFAULT_KEEP_FREE_BYTES)
         self._floor_bytes = min(FLOOR_BYTES, keep_free // 2)
-        self._lent_bytes = max(0, round_down(keep_free - self._floor_bytes - MARGIN_BYTES, PAGE_BYTES))
+        self._most_lent_bytes = max(0, round_down(keep_free - self._floor_bytes - MARGIN_BYTES, PAGE_BYTES))
         block_tokens = plan.kv.layout.groups[0].block_tokens
         sizes = {
             "seed": seed,
@@ -72,7 +72,7 @@ class Adversary:
             pool_tokens=plan.kv.tokens,
             probes=self.probes,
             can_sleep=naps.CAN_SLEEP,
-            has_neighbour=neighbour is not None and self._lent_bytes >= PAGE_BYTES,
+            has_neighbour=neighbour is not None and self._most_lent_bytes >= PAGE_BYTES,
         )
         self._watch: FreeWatch | None = None
         self._open = ExitStack()
@@ -91,6 +91,11 @@ class Adversary:
         if self._neighbour is not None:
             self._neighbour.give()
 
+    @property
+    def lent_bytes(self) -> int:
+        """What the other process holds now."""
+        return 0 if self._neighbour is None else self._neighbour.num_bytes
+
     def take(self, hundredths: int) -> None:
         """The other process takes this share of what it may have, or gives all back."""
         if self._neighbour is None:
@@ -98,8 +103,8 @@ class Adversary:
         if not hundredths:
             self._neighbour.give()
             return
-        wanted = round_down(self._lent_bytes * hundredths // 100, PAGE_BYTES)
-        wanted = min(wanted, self._lent_bytes - self._neighbour.num_bytes)
+        wanted = round_down(self._most_lent_bytes * hundredths // 100, PAGE_BYTES)
+        wanted = min(wanted, self._most_lent_bytes - self._neighbour.num_bytes)
         if wanted > 0 and not self._neighbour.take(wanted):
             held = format_bytes(self._neighbour.num_bytes)
             self._tell("free", f"another process holds {held} and is refused {format_bytes(wanted)} within keep_free")

@@ -75,7 +75,7 @@ def oracle_limits(engine: Engine) -> Limits:
 
 def device_free(engine: Engine) -> Callable[[], int] | None:
     """Free bytes of the engine's card whenever it is called, from any thread; None where it runs on no card."""
-    if not _is_on_card(engine):
+    if not is_on_card(engine):
         return None
     driver = _site(engine).driver
     return lambda: int(driver.mem_info()[0])
@@ -84,7 +84,7 @@ def device_free(engine: Engine) -> Callable[[], int] | None:
 def allocator_counts(engine: Engine) -> dict[str, int]:
     """``ALLOCATOR_COUNTS`` since the process began; empty on the host."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or not _is_on_card(engine):
+    if torch is None or not is_on_card(engine):
         return {}
     found = torch.cuda.memory_stats(_site(engine).torch_device)
     return {name: int(found.get(name, 0)) for name in ALLOCATOR_COUNTS}
@@ -95,7 +95,7 @@ def _site(engine: Engine) -> Any:
     return getattr(engine._runtime, "site", None)
 
 
-def _is_on_card(engine: Engine) -> bool:
+def is_on_card(engine: Engine) -> bool:
     site = _site(engine)
     return site is not None and site.driver.kind == "cuda"
 

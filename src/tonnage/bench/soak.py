@@ -256,7 +256,8 @@ class Soak:
         if phase.begins:
             self._timing.phase(phase.name).num_times += 1
         else:
-            self._books.check_lines(self._engine.result())
+            lent_bytes = 0 if self._adversary is None else self._adversary.lent_bytes
+            self._books.check_lines(self._engine.result(), lent_bytes=lent_bytes)
 
     def _nap(self, nap: Nap) -> None:
         """Nothing is pinned while it sleeps: a pin holds what may go."""
