@@ -178,7 +178,7 @@ def test_series_are_told_by_their_medians():
     assert series.medians() == {"output_tokens": 400.0, "input_tokens": 20_000.0, "decode_tokens": 50_000.0}
     assert series.of_limit() == {"output_tokens": 0.4, "input_tokens": 0.5, "decode_tokens": 0.5}
     assert series.percentiles_us()["time_between_tokens"] == {"p50": 20, "p90": 20, "p99": 20}
-    with stub_engine(kv_tokens=256) as engine:
+    with stub_engine(kv_tokens=8192) as engine:
         result, out = engine.result(), io.StringIO()
     document = json.loads(text_of(series_document([series], result, command=["tonnage", "bench"])))
     (found,) = document["series"]

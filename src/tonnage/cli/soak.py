@@ -38,17 +38,16 @@ LAST_TOKENS = 256
 _STUB_KNOWS = ("--kv-tokens", "--block-tokens", "--admission")
 
 
-@grouped
-def soak(
-    *,
-    model: Annotated[opt.Text, opt.argument("[MODEL]")] = None,
-    stub: Annotated[bool, typer.Option("--stub", help="No model: tokens from a hash, all else real.")] = False,
-    requests: Annotated[opt.Text, opt.option("--requests", "N", "Stop asking after N (default 2000).")] = None,
-    minutes: Annotated[opt.Text, opt.option("--minutes", "M", "Stop asking after M minutes.")] = None,
-    seed: Annotated[opt.Text, opt.option("--seed", "N", "Of everything random (default 0).")] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What is sent, until when, and what happens beside it."""
+
+    requests: Annotated[opt.Text, opt.option("--requests", "N", "Stop asking after N (default 2000).")] = None
+    minutes: Annotated[opt.Text, opt.option("--minutes", "M", "Stop asking after M minutes.")] = None
+    seed: Annotated[opt.Text, opt.option("--seed", "N", "Of everything random (default 0).")] = None
     faults: Annotated[
         opt.Text, opt.option("--faults", "P", "With --stub: so often a launch, a copy or an allocation fails.")
-    ] = None,
+    ] = None
     adversarial: Annotated[
         bool | None,
         typer.Option(
@@ -56,10 +55,18 @@ def soak(
             help="Phases that are each hard on an engine, at full load (default on a card).",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     no_neighbour: Annotated[
         bool, typer.Option("--no-neighbour", help="No other process that takes memory of the card meanwhile.")
-    ] = False,
+    ] = False
+
+
+@grouped
+def soak(
+    *,
+    model: Annotated[opt.Text, opt.argument("[MODEL]")] = None,
+    stub: Annotated[bool, typer.Option("--stub", help="No model: tokens from a hash, all else real.")] = False,
+    load: LoadOptions,
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
     serving: opt.ServingOptions,
@@ -71,7 +78,7 @@ def soak(
     """Serve a random mix for long, and judge by the log alone.
 
     Lengths, sampling, priorities, cancellations, failing callbacks, bursts and quiet times are random; --seed repeats
-    them. Exit code 1: a rule was broken.
+    them. --adversarial sends phases that are each hard on an engine. Exit code 1: a rule was broken.
 
     MODEL is a folder, smollm2, or a hub id. Example: tonnage soak --stub --requests 20000
     """
@@ -84,21 +91,26 @@ def soak(
     settings = card.onto(opt.engine_settings(model or "stub", memory, pool, serving))
     if stub:
         _refuse_money(settings)
-    probability = _probability(faults, is_stub=stub)
+    probability = _probability(load.faults, is_stub=stub)
     length = settings["limit_knobs"].max_seq_len
     if length.is_set and length.or_else(0) < LEAST_SEQ_LEN:
         raise InvalidSetting(
             "--max-seq-len", length.text, "too short for a mix", remedy=f"write {LEAST_SEQ_LEN} or more"
         )
-    number = opt.read_count(seed, "--seed", 0, allow_zero=True)
-    is_over, total = _end(requests, minutes)
+    number = opt.read_count(load.seed, "--seed", 0, allow_zero=True)
+    is_over, total = _end(load.requests, load.minutes)
     from tonnage.report import check_writable
 
     if output is not None:
         check_writable(output, force=force, flag="--output")
-    storms = card_ordinal(settings) is not None if adversarial is None else adversarial
+    storms = card_ordinal(settings) is not None if load.adversarial is None else load.adversarial
     asked = _Asked(
-        settings=settings, seed=number, faults=probability, is_stub=stub, storms=storms, has_neighbour=not no_neighbour
+        settings=settings,
+        seed=number,
+        faults=probability,
+        is_stub=stub,
+        storms=storms,
+        has_neighbour=not load.no_neighbour,
     )
     report, stop = _soaked(asked, is_over, total)
     _show(report, asked, as_json=as_json, output=output, force=force)
