@@ -66,6 +66,7 @@ class Neighbour:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a Ctrl-C is for the soak, which then ends it
         )
         self.num_bytes = self.num_taken = self.most_bytes = 0
         if self._answer() != READY:
