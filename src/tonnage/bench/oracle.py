@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tonnage.bench.holding import Holding, Live
+from tonnage.bench.idleness import Idleness, Row, Told
 from tonnage.bench.rules import RULES, Act, Limits
 from tonnage.bench.texts import Text
 
@@ -18,8 +20,20 @@ if TYPE_CHECKING:
     from tonnage.engine.events import Event
 
 
+@dataclass(slots=True, eq=False)
+class _Admission:
+    """Who was admitted, and whom that passed over."""
+
+    live: Live
+    passed: Live | None
+
+
 class Oracle:
-    """``read`` every entry, then ``close``. ``broken`` counts violations by rule; ``told`` describes the first few."""
+    """``read`` every entry, then ``close``. ``broken`` counts violations by rule; ``told`` describes the first few.
+
+    Rows are told when their step is launched. Where steps overlap (``Limits.steps_ahead``), what they draw is looked at
+    a call later: a request that ends by it has had a row more, and what is computed can be found once it has landed.
+    """
 
     MAX_TOLD = 5
 
@@ -32,15 +46,17 @@ class Oracle:
         self.most_overtaken = 0
         self._live: dict[str, Live] = {}
         self._step = 0
-        self._rows: dict[str, tuple[Live, int, bool]] = {}  # of the step being read: whose, tokens, is it a decode
-        self._admitted: list[tuple[Live, Live | None]] = []  # since the last step: who, and whom that passed over
+        self._rows: dict[str, Row] = {}  # of the step being read
+        self._admitted: list[_Admission] = []  # who had no row yet that they must have
         self._texts: dict[str, Text] = {}  # of requests that have not arrived yet
         self._holding = Holding(limits)
-        self._must_have_ended: set[str] = set()  # in the last step, or it would have had a row
+        self._idleness = Idleness(limits, self._holding, self._break)
         self._was_disturbed = self._had_fault = self._had_suspension = False
         self._careful_steps = 0
         self._must_move = self._has_moved = False
         self._num_still = 0  # calls in a row that moved nothing
+        self._is_asleep = False
+        self._drowsy_acts = 0  # calls of ``step`` after it woke
 
     def read(self, entry: Event | Act) -> None:
         if entry.kind != "computed":
@@ -119,7 +135,7 @@ class Oracle:
             self.most_overtaken = max(self.most_overtaken, passed.passed)
             if passed.passed > self.limits.max_overtaken:
                 self._break("starvation", f"{passed.id} is passed {passed.passed} times")
-        self._admitted.append((live, passed))
+        self._admitted.append(_Admission(live, passed))
         self.longest_wait_steps = max(self.longest_wait_steps, event.step - live.since)
         self._check_reuse(live, event.num_cached_tokens)
         self._holding.enter(live, event.num_cached_tokens)
@@ -145,10 +161,10 @@ class Oracle:
         live = self._in_state(event, "running")
         if live is None:
             return
-        for entry in [entry for entry in self._admitted if entry[0] is live]:
+        for entry in [entry for entry in self._admitted if entry.live is live]:
             self._admitted.remove(entry)
-            if entry[1] is not None:
-                entry[1].passed -= 1
+            if entry.passed is not None:
+                entry.passed.passed -= 1
         self._holding.let_go(live)
         live.state, live.computed, self._was_disturbed = "waiting", 0, True
 
@@ -158,7 +174,7 @@ class Oracle:
             return
         if live.loads and self._had_fault:
             live.is_sure, self._was_disturbed = False, True
-        else:
+        elif not self._is_asleep and not self._drowsy_acts:
             if not self.limits.may_suspend:
                 self._break("suspension", f"{live.id} is suspended where lives are reserved")
             if live is min(self._all("running"), key=lambda other: other.order):
@@ -172,6 +188,14 @@ class Oracle:
         if live is not None and live.state != "left":
             self._holding.leave(live)
             live.state = "left"
+
+    def _on_sleep(self, _: Act) -> None:
+        """Whatever ran may be suspended, the oldest too, and computed again."""
+        self._is_asleep = self._was_disturbed = True
+
+    def _on_wake(self, _: Act) -> None:
+        self._is_asleep, self._was_disturbed = False, True
+        self._drowsy_acts = 1 + self.limits.steps_ahead
 
     def _on_pin(self, act: Act) -> None:
         self._holding.pin(self._live[act.request_id])
@@ -201,26 +225,25 @@ class Oracle:
             self._break("endings", f"{name} is cancelled and nobody asked for it")
         if finish not in ("stop", "length", "cancelled", "error"):
             self._break("endings", f"{name} ends without a reason ({finish})")
+        live.state = "left"
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _on_step(self, _: Act) -> None:
         self._check_admitted()
-        for name in self._must_have_ended & self._live.keys():
-            self._break("idleness", f"step {self._step} leaves the decode of {name} out, and had tokens to spare")
-        self._must_have_ended.clear()
-        is_still = self._must_move and not self._has_moved
-        if is_still:
-            loads = any(live.loads for live in self._live.values())
-            is_small = self._careful_steps > 0 and not self.limits.cuts_prompts
-            # The engine waits for a load when there is nothing else to do, and then goes on with it.
-            # Where steps overlap it may have nothing to launch before one has landed.
-            if not is_small and self._num_still >= loads + self.limits.steps_ahead:
-                self._break("idleness", f"a step moves nothing while {len(self._live)} requests are there")
+        self._idleness.step(self._live)
+        self._num_still = self._num_still + 1 if self._must_move and not self._has_moved else 0
+        loads = any(live.loads for live in self._live.values())
+        is_small = self._careful_steps > 0 and not self.limits.cuts_prompts
+        # The engine waits for a load when there is nothing else to do, and then goes on with it; where steps overlap
+        # it may have nothing to launch before one has landed.
+        if self._num_still > loads + self.limits.steps_ahead and not is_small:
+            self._break("idleness", f"a step moves nothing while {len(self._live)} requests are there")
         self._must_move = any(live.state != "left" for live in self._live.values())
-        self._num_still, self._has_moved = self._num_still + 1 if is_still else 0, False
+        self._has_moved = False
         self._was_disturbed = self._had_fault = self._had_suspension = False
         self._careful_steps = max(0, self._careful_steps - 1)
+        self._drowsy_acts = max(0, self._drowsy_acts - 1)
         self._holding.step()
         for live in self._all("running"):
             self._holding.land(live)
@@ -248,8 +271,8 @@ class Oracle:
             stood = f"{live.computed} of {live.known} were computed"
             self._break("rows", f"{live.id} computes tokens {event.start} to {end} where {stood}")
         # What was admitted in this step came as a prompt, however little of it was left.
-        is_new = any(one is live for one, _ in self._admitted)
-        self._rows[live.id] = (live, event.count, live.decodes and not is_new)
+        is_new = any(entry.live is live for entry in self._admitted)
+        self._rows[live.id] = Row(live, event.count, live.decodes and not is_new)
         self._holding.compute(live, end)
         live.known += end == live.known  # the row reaches its last known token, so it samples the next
 
@@ -258,11 +281,10 @@ class Oracle:
         if not self._rows:
             return
         limits, running, rows = self.limits, self._all("running"), self._rows.values()
-        new = {live.id for live, _ in self._admitted}
-        num_tokens = sum(count for _, count, _ in rows)
-        num_decodes = sum(is_decode for _, _, is_decode in rows)
+        new = {entry.live.id for entry in self._admitted}
+        num_tokens, num_decodes = sum(row.count for row in rows), sum(row.is_decode for row in rows)
         prefill = num_tokens - num_decodes
-        longest = max((count for _, count, is_decode in rows if not is_decode), default=0)
+        longest = max((row.count for row in rows if not row.is_decode), default=0)
         beside = limits.max_beside_decode_tokens if num_decodes else None
         if num_tokens > limits.max_num_tokens or (beside is not None and prefill > beside):
             self._break("tokens", f"step {self._step} decodes {num_decodes} and prefills {prefill} tokens")
@@ -273,86 +295,24 @@ class Oracle:
         if (held := self._holding.least(running)) > limits.num_blocks:
             self._break("blocks", f"step {self._step} holds {held} blocks of {limits.num_blocks}")
         self._check_admitted()
-        if not self._was_disturbed and not self._careful_steps:
+        if not (self._was_disturbed or self._careful_steps or self._drowsy_acts):
             room = limits.max_num_tokens - num_tokens
-            self._check_idle(running, new, room, room if beside is None else min(room, beside - prefill))
+            prefill_room = room if beside is None else min(room, beside - prefill)
+            self._idleness.check(
+                Told(
+                    number=self._step, rows=self._rows, running=running, waiting=self._all("waiting"), new=new,
+                    room=room, prefill_room=prefill_room, had_suspension=self._had_suspension,
+                )
+            )  # fmt: skip
         self._was_disturbed = False
         self._rows = {}
 
     def _check_admitted(self) -> None:
         """Whoever was admitted in the step that is over computes, or else loads what it has found."""
-        for live, _ in self._admitted:
-            if live.loads and not live.computed:
-                self._break("waiting", f"{live.id} is admitted, finds nothing and computes nothing")
+        for entry in self._admitted:
+            if entry.live.loads and not entry.live.computed:
+                self._break("waiting", f"{entry.live.id} is admitted, finds nothing and computes nothing")
         self._admitted.clear()
-
-    def _check_idle(self, running: list[Live], new: set[str], room: int, prefill_room: int) -> None:
-        """With tokens to spare: was a running request left out, or the head of the queue that surely had its blocks?
-
-        Whoever's turn it is, it is the oldest or the first by priority and age; only if both surely fit, none may wait.
-        """
-        left_out = [live for live in running if live.id not in self._rows and not live.is_complete]
-        self._check_loads([live for live in left_out if live.loads and live.id not in new], room, prefill_room)
-        left_out = [live for live in left_out if not live.loads]
-        decodes = {live.id for live in left_out if live.decodes}
-        if room > 0 and decodes and self.limits.steps_ahead:
-            self._must_have_ended |= decodes
-        elif room > 0 and decodes:
-            self._break("idleness", f"step {self._step} leaves a decode out and has {room} tokens to spare")
-        prefills = [live for live in left_out if not live.decodes]
-        if prefills and all(self._has_tokens(live, prefill_room) for live in prefills):
-            self._break("idleness", f"step {self._step} leaves {prefills[0].id} out, {prefill_room} tokens to spare")
-        waiting = self._all("waiting")
-        # Who was asked before somebody else was suspended is not asked again in that step.
-        if not waiting or prefills or self._had_suspension or len(running) >= self.limits.max_batch_size:
-            return
-        # Whoever came in this step may hold the block that it was to copy from until the step was final.
-        num_sources = sum(live.id in new and not live.loads for live in running)
-        room_blocks = self.limits.num_blocks - self._holding.most(running) - num_sources
-        heads = (
-            min(waiting, key=lambda live: live.order),
-            min(waiting, key=lambda live: (-live.priority, live.order)),
-        )
-        surely_fit = all(
-            self._holding.blocks(head.written) <= room_blocks and self._has_tokens(head, prefill_room) for head in heads
-        )
-        if surely_fit and not max([self._waits_for_neighbour(head, running) for head in set(heads)]):
-            self._break("idleness", f"step {self._step} lets {heads[1].id} wait, which surely fits")
-
-    def _check_loads(self, loading: list[Live], room: int, prefill_room: int) -> None:
-        """Whoever loads comes in the end: a step that had tokens for it may leave it out only so often."""
-        for live in loading:
-            live.spared += room > 0 if live.decodes else self._has_tokens(live, prefill_room)
-            if live.spared > self.limits.max_load_steps:
-                self._break("waiting", f"{live.id} still loads after {live.spared} steps with room for it")
-
-    def _waits_for_neighbour(self, head: Live, running: list[Live]) -> bool:
-        """Somebody who runs was, when the step began, about to compute a block that the head begins with as well.
-
-        That one must have moved since the head waited for it last. What it waits for may change with each of its
-        blocks, and then it may come back to one that stood still meanwhile: no more often than it has blocks.
-        """
-        if not (self.limits.shares and head.text.may_match):
-            return False
-        block_tokens, moves, found = self.limits.block_tokens, False, False
-        for other in running:
-            start = other.landed
-            if other.text.shares and (
-                head.text.num_common(other.text, (head.known - 1) // block_tokens) > start // block_tokens
-            ):
-                found = True
-                moves |= head.neighbours.get(other.id) != start
-                head.neighbours[other.id] = start
-        head.num_stuck += found and not moves
-        if head.num_stuck > self._holding.blocks(head.known):
-            self._break("waiting", f"{head.id} waits for neighbours that do not move")
-        return found
-
-    def _has_tokens(self, live: Live, room: int) -> bool:
-        """A whole block always holds a chunk that ends on a border."""
-        if self.limits.is_link_slow and any(not is_decode for _, _, is_decode in self._rows.values()):
-            return False
-        return room >= (self.limits.block_tokens if self.limits.cuts_prompts else live.known - live.computed)
 
     # -- bits ----------------------------------------------------------------------------------------------------
 

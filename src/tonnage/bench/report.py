@@ -1,4 +1,4 @@
-"""What a benchmark or a soak gave, as JSON (``tonnage.bench/1``, ``tonnage.soak/1``) and as tables."""
+"""What a benchmark gave, as JSON (``tonnage.bench/1``) and as tables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from tonnage.bench.soak import SoakReport
+    from tonnage.bench.limits import Limits
+    from tonnage.bench.workloads import Workload
     from tonnage.report import RunResult
 
-BENCH_SCHEMA, SOAK_SCHEMA = "tonnage.bench/1", "tonnage.soak/1"
+BENCH_SCHEMA = "tonnage.bench/1"
 PERCENTS = (50, 90, 99)
 #: Packages whose version a measurement depends on.
 PACKAGES = ("tonnage", "torch", "transformers", "numpy")
@@ -75,6 +76,15 @@ def figures(measured: Measurement) -> Figures:
     )
 
 
+def decode_tokens_per_second(measured: Measurement) -> float | None:
+    """Of a request alone, from its first token on; None where there were several, or there is no second token."""
+    samples = measured.requests
+    if len(samples) != 1 or samples[0].first_token_us is None or not samples[0].gaps_us:
+        return None
+    took = samples[0].last_token_us - samples[0].first_token_us
+    return len(samples[0].gaps_us) * 10**6 / max(1, took)
+
+
 def _first_tokens(samples: Sequence[Sample]) -> list[int]:
     return [s.first_token_us - s.arrival_us for s in samples if s.first_token_us is not None]
 
@@ -109,23 +119,40 @@ def _version(package: str) -> str | None:
         return None
 
 
-def bench_document(measured: Measurement, result: RunResult, *, command: Sequence[str]) -> Document:
-    """Schema ``tonnage.bench/1``: what was asked, where, the figures, and the raw samples that they come from."""
-    drawn, found = measured.workload, figures(measured)
-    shape = drawn.shape
+def bench_document(
+    measured: Measurement, result: RunResult, *, command: Sequence[str], limits: Limits | None = None
+) -> Document:
+    """Schema ``tonnage.bench/1``: what was asked, where, the figures, and the raw samples that they come from.
+
+    ``limits``: what the card allows, where that is known.
+    """
     return {
         "schema": BENCH_SCHEMA,
         **setting(command),
-        **_engine_part(result),
-        "workload": {
-            "name": drawn.name,
-            "requests": shape.num_requests,
-            "input_tokens": [shape.input_tokens.low, shape.input_tokens.high],
-            "output_tokens": [shape.output_tokens.low, shape.output_tokens.high],
-            "interrupting_tokens": shape.interrupting and [shape.interrupting.low, shape.interrupting.high],
-            "rate_per_second": drawn.rate_per_second and str(drawn.rate_per_second),
-            "seed": drawn.seed,
-        },
+        **engine_part(result),
+        "workload": workload_document(measured.workload),
+        "limit_per_second": limits and {name: round(value, 1) for name, value in asdict(limits).items()},
+        **run_document(measured),
+    }
+
+
+def workload_document(drawn: Workload) -> Document:
+    shape = drawn.shape
+    return {
+        "name": drawn.name,
+        "requests": shape.num_requests,
+        "input_tokens": [shape.input_tokens.low, shape.input_tokens.high],
+        "output_tokens": [shape.output_tokens.low, shape.output_tokens.high],
+        "interrupting_tokens": shape.interrupting and [shape.interrupting.low, shape.interrupting.high],
+        "rate_per_second": drawn.rate_per_second and str(drawn.rate_per_second),
+        "seed": drawn.seed,
+    }
+
+
+def run_document(measured: Measurement) -> Document:
+    """One run: its figures and its samples."""
+    found = figures(measured)
+    return {
         "elapsed_us": measured.elapsed_us,
         "failed": measured.num_failed,
         "suspensions": measured.num_suspensions,
@@ -141,28 +168,7 @@ def bench_document(measured: Measurement, result: RunResult, *, command: Sequenc
     }
 
 
-def soak_document(report: SoakReport, *, seed: int, command: Sequence[str]) -> Document:
-    """Schema ``tonnage.soak/1``."""
-    return {
-        "schema": SOAK_SCHEMA,
-        **setting(command),
-        **_engine_part(report.result),
-        "seed": seed,
-        "is_good": report.is_good,
-        "rules": {v.rule: {"meaning": v.meaning, "broken": v.num_broken} for v in report.verdicts},
-        "told": list(report.told),
-        "outcomes": report.outcomes,
-        "log": report.counts,
-        "generated_tokens": report.num_tokens,
-        "longest_wait_steps": report.longest_wait_steps,
-        "most_overtaken": report.most_overtaken,
-        "cache": report.cache,
-        "faults": report.faults,
-        "seconds": round(report.seconds, 3),
-    }
-
-
-def _engine_part(result: RunResult) -> Document:
+def engine_part(result: RunResult) -> Document:
     plan = result.plan
     return {
         "model": plan.model_name,
@@ -191,12 +197,14 @@ def text_of(document: Document) -> str:
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
-def show_bench(measured: Measurement, result: RunResult, console: Console) -> None:
-    """Throughput, latencies, and memory against the plan."""
+def show_bench(measured: Measurement, result: RunResult, console: Console, *, limits: Limits | None = None) -> None:
+    """Throughput, latencies, and memory against the plan; beside the first what the card allows, where it is known."""
     from tonnage.report.draw import show
 
     found = figures(measured)
-    show([_what_ran(measured, result), _throughput(found), _latencies(found), _memory(measured, result)], console)
+    show(
+        [_what_ran(measured, result), _throughput(found, limits), _latencies(found), _memory(measured, result)], console
+    )
 
 
 def _what_ran(measured: Measurement, result: RunResult) -> Text:
@@ -217,16 +225,17 @@ def _what_ran(measured: Measurement, result: RunResult) -> Text:
     return text
 
 
-def _throughput(found: Figures) -> Table:
+def _throughput(found: Figures, limits: Limits | None) -> Table:
     from tonnage.report.draw import grid
 
     rows = [
-        ("output tokens", f"{found.output_tokens:,.1f}"),
-        ("input tokens", f"{found.input_tokens:,.1f}"),
-        ("total tokens", f"{found.total_tokens:,.1f}"),
-        ("requests", f"{found.requests:,.2f}"),
+        ("output tokens", f"{found.output_tokens:,.1f}", "" if limits is None else f"{limits.output_tokens:,.0f}"),
+        ("input tokens", f"{found.input_tokens:,.1f}", "" if limits is None else f"{limits.input_tokens:,.0f}"),
+        ("total tokens", f"{found.total_tokens:,.1f}", ""),
+        ("requests", f"{found.requests:,.2f}", ""),
     ]
-    return grid(["", "a second>", ""], [(*row, "") for row in rows], title="Throughput")
+    heads = ["", "a second>", "" if limits is None else "the card's limit", ""]
+    return grid(heads, [(*row, "") for row in rows], title="Throughput")
 
 
 def _latencies(found: Figures) -> Table:
@@ -259,45 +268,3 @@ def _memory(measured: Measurement, result: RunResult) -> Text:
 
 def _milliseconds(percentiles: Mapping[str, int] | None, percent: int) -> str:
     return "–" if percentiles is None else f"{percentiles[f'p{percent}'] / 1000:,.1f} ms"
-
-
-def show_soak(report: SoakReport, console: Console) -> None:
-    """What ran, every rule with its verdict, and the first violations."""
-    from rich.text import Text
-
-    from tonnage.report.draw import grid, show
-
-    rows = [
-        (verdict.rule, "holds" if not verdict.num_broken else f"broken {verdict.num_broken:,} times", verdict.meaning)
-        for verdict in report.verdicts
-    ]
-    table = grid(["rule", "verdict", "what it says"], rows, title="Rules")
-    for row, verdict in zip(table.rows, report.verdicts, strict=True):
-        row.style = "bold red" if verdict.num_broken else None
-    parts: list[Any] = [_what_soaked(report), table]
-    if report.told:
-        parts.append(Text("\n".join(report.told), style="red"))
-    parts.append(Text("The engine holds." if report.is_good else "The engine does not hold.", style="bold"))
-    show(parts, console)
-
-
-def _what_soaked(report: SoakReport) -> Text:
-    from rich.text import Text
-
-    from tonnage.report.draw import plural
-
-    ends = ", ".join(f"{count:,} {name}" for name, count in sorted(report.outcomes.items()))
-    counts = report.counts
-    text = Text.assemble(("requests  ", "dim"), f"{sum(report.outcomes.values()):,}: {ends or 'none'}")
-    text.append("\nsteps     ", "dim")
-    text.append(f"{counts.get('step', 0):,} with {counts.get('computed', 0):,} rows in {report.seconds:.1f} s, ")
-    text.append(f"{report.num_tokens:,} tokens generated")
-    text.append("\nwaiting   ", "dim")
-    text.append(f"{plural(counts.get('suspended', 0), 'suspension')}; ")
-    text.append(f"the longest wait was {plural(report.longest_wait_steps, 'step')}, ")
-    text.append(f"the oldest in the queue was passed {report.most_overtaken:,} times at most")
-    for title, found in (("cache   ", report.cache), ("faults  ", report.faults)):
-        if any(found.values()):
-            text.append(f"\n{title}  ", "dim")
-            text.append(", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in found.items() if count))
-    return text

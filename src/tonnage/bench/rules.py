@@ -65,9 +65,10 @@ class Act:
 
     ask     of a request, whose ``text`` is told, once for each request
     step    one step more; cancel, pin, unpin: of a request
+    sleep   the engine is sent to sleep, wake: it is woken
     fault   a copy of blocks fails; whoever loads may have to do without
     """
 
-    kind: Literal["ask", "step", "cancel", "pin", "unpin", "fault"]
+    kind: Literal["ask", "step", "cancel", "pin", "unpin", "fault", "sleep", "wake"]
     request_id: str = ""
     text: Text | None = None

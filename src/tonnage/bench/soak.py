@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
-from tonnage.bench import inside, rules, witness
-from tonnage.bench.mix import BAD_VALUES, Ask, Mix
+from tonnage.bench import adversary, inside, rules, witness
+from tonnage.bench.adversary import Adversary
+from tonnage.bench.books import Books
+from tonnage.bench.breaches import Breaches
+from tonnage.bench.failures import FailureCounts
+from tonnage.bench.mix import BAD_VALUES, Mix
+from tonnage.bench.moves import Ask, Cancel, Load, Move, Nap, Phase, Rest, Settle, Stage, Step, Take
 from tonnage.bench.oracle import Oracle
 from tonnage.bench.pressure import Pressure
 from tonnage.bench.rules import Act
 from tonnage.bench.texts import Text
+from tonnage.bench.timing import Timing
+from tonnage.bench.verdict import SoakReport, Verdict
 from tonnage.bench.witness import Heard, Raised, Witness
 from tonnage.errors import InvalidSetting, UserError
 from tonnage.sampling import SamplingParams
-from tonnage.terms import How, LineKind
-from tonnage.units import MiB, format_bytes
 
 if TYPE_CHECKING:
     from tonnage.engine import Completion, Engine
     from tonnage.engine.mishaps import Mishaps
     from tonnage.engine.request import Delta, Request
     from tonnage.report import RunResult
-
-#: What no line of the ledger explains may be this many bytes, or this share (in hundredths) of the device.
-UNATTRIBUTED_BYTES, UNATTRIBUTED_HUNDREDTHS = 32 * MiB, 3
-#: The queue is let run down to this many batches before more requests come.
-MAX_WAITING_BATCHES = 4
 
 #: What is checked beside the oracle and the witness, by name.
 RULES = {
@@ -41,108 +42,136 @@ RULES = {
     "scratch": "slots that were taken back hold nothing; only held blocks may be in the way",
     "ledger": "counted lines are as before; what none explains is within its bar",
     "defects": "no step ran out of memory, but for faults that were made",
+    "crashes": "nothing is raised out of the engine",
 }
+#: Frames of an exception that are told.
+NUM_FRAMES = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """One rule and how often it was broken."""
+class Judge(Protocol):
+    """Broken rules by name, and the first cases of each in words."""
 
-    rule: str
-    meaning: str
-    num_broken: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoakReport:
-    """What a soak saw.
-
-    outcomes             requests by how they ended, and refused ones
-    counts               entries of the log by kind
-    longest_wait_steps   steps from arrival or suspension to admission
-    most_overtaken       how often the oldest waiting request was passed while it was that
-    told                 the first violations, in words
-    cache                what the KV cache did: tokens looked for and found, blocks by what was done with them
-    faults               failures that were made, by kind
-    """
-
-    verdicts: tuple[Verdict, ...]
-    told: tuple[str, ...]
-    outcomes: dict[str, int]
-    counts: dict[str, int]
-    num_tokens: int
-    longest_wait_steps: int
-    most_overtaken: int
-    seconds: float
-    result: RunResult
-    cache: dict[str, int] = field(default_factory=dict)
-    faults: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def is_good(self) -> bool:
-        return not any(verdict.num_broken for verdict in self.verdicts)
+    broken: Counter[str]
+    told: list[str]
 
 
 class Soak:
-    """Sends ``mix`` to ``engine`` until ``is_over(num_asked, seconds)`` says so, then lets everything end; once
+    """Sends a load to ``engine`` until ``is_over(num_asked, seconds)`` says so, then lets everything end; once
     ``is_stopped`` it cancels what is left, and judges what there was.
 
-    The clock decides only when to stop; what is asked when is decided by steps and ``mix.seed``, so a run of a number
+    The clock decides only when to stop; what is asked when is decided by steps and ``load.seed``, so a run of a number
     of requests repeats itself exactly where the engine does. ``mishaps``: those that were given to the engine.
+    ``adversary``: whose storm the load is; without one, moves that need it are passed over. ``max_last_tokens``: in the
+    end what still waits or has more tokens to go is taken back; None: all is served to its end.
     """
 
     def __init__(
         self,
         engine: Engine,
-        mix: Mix,
+        load: Load,
         *,
         is_over: Callable[[int, float], bool],
         has_sampler: bool = True,
         mishaps: Mishaps | None = None,
+        adversary: Adversary | None = None,
+        max_last_tokens: int | None = None,
         on_step: Callable[[int], None] = lambda _: None,
         is_stopped: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._engine, self._mix, self._on_step, self._clock = engine, mix, on_step, clock
+        self._engine, self._on_step, self._clock, self._sleep = engine, on_step, clock, sleep
         self._is_stopped = is_stopped
         self._is_over: Callable[[int, float], bool] = lambda asked, passed: is_stopped() or is_over(asked, passed)
-        self._rng = random.Random(mix.seed ^ 0x50AC)
+        self._load, self._adversary, self._breaches = load, adversary, Breaches(RULES)
+        self._max_last_tokens = max_last_tokens
+        self._rng = random.Random(load.seed ^ 0x50AC)
         self._limits = inside.oracle_limits(engine)
         self._oracle = Oracle(self._limits)
         self._mishaps = mishaps
         explains = mishaps.explains if mishaps is not None else lambda _: False
-        self._witness = Witness(has_sampler=has_sampler, explains=explains)
-        self._pressure = Pressure(engine, mix.seed, tell=self._oracle.read, on_break=self._break)
-        self._open: dict[str, tuple[Ask, Heard | None]] = {}
+        self._witness, self._failures = Witness(has_sampler=has_sampler, explains=explains), FailureCounts(explains)
+        self._pressure = Pressure(engine, load.seed, tell=self._oracle.read, on_break=self._breaches.note)
+        self._books = Books(engine, self._breaches.note)
+        self._timing = Timing(lambda: int(clock() * 10**6), max_batch_size=self._limits.max_batch_size)
+        self._open: dict[str, tuple[Ask, Request, Heard | None]] = {}
         self._cancelled: set[str] = set()
         self._due: dict[int, list[str]] = defaultdict(list)  # cancellations by the step before which they come
         self._num_steps = self._num_asked = self._num_tokens = 0
         self._outcomes: Counter[str] = Counter()
-        self._broken: Counter[str] = Counter()
-        self._told: list[str] = []
-        self._at_rest = inside.held(engine)
-        self._lines_at_rest = _counted_lines(engine.result())
 
     def run(self) -> SoakReport:
         began = self._clock()
         self._engine.observe = self._oracle.read
         if self._mishaps is not None:
             self._mishaps.on_copy = lambda: self._oracle.read(Act("fault"))
-        try:
-            self._try_bad_values()
-            while not self._is_over(self._num_asked, self._clock() - began):
-                for ask in self._mix.burst():
-                    if self._is_over(self._num_asked, self._clock() - began):
-                        break
-                    self._submit(ask)
-                self._be_quiet(self._mix.quiet_steps())
-            self._be_quiet(None)
-        finally:
-            self._engine.observe = None
+        watched: AbstractContextManager[object] = self._adversary or nullcontext()
+        with watched:
+            try:
+                self._serve(began)
+            except Exception as error:  # noqa: BLE001 - what it saw until then is worth more than a traceback
+                frames = traceback.format_tb(error.__traceback__)[-NUM_FRAMES:]
+                self._breaches.note("crashes", f"{type(error).__name__}: {error}\n{''.join(frames)}")
+            finally:
+                self._engine.observe = None
         self._oracle.close()
         result = self._engine.result()
         self._check_end(result)
         return self._report(result, self._clock() - began)
+
+    def _serve(self, began: float) -> None:
+        self._try_bad_values()
+        self._probe("alone")
+        for move in self._load.moves(self):
+            if self._is_over(self._num_asked, self._clock() - began):
+                break
+            self._do(move)
+        self._take_back_the_rest()
+        self._finish()
+        self._probe("after")
+
+    def _do(self, move: Move) -> None:
+        match move:
+            case Ask():
+                self._num_asked += 1
+                self._submit(move)
+            case Step():
+                if self.has_work:
+                    self._step()
+            case Settle():
+                self._check_held()
+            case Cancel(request_id=name):
+                self._cancel(name)
+            case Phase():
+                self._turn_to(move)
+            case Nap():
+                self._nap(move)
+            case Take(hundredths=share) if self._adversary is not None:
+                self._adversary.take(share)
+            case Rest(seconds=seconds):
+                self._sleep(seconds)
+
+    # -- what the load sees --------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.progress().num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._engine.progress().num_waiting
+
+    def stage(self, request_id: str) -> Stage:
+        if request_id not in self._open:
+            return None
+        _, request, _ = self._open[request_id]
+        if request.slot < 0:
+            return "waiting"
+        return "decoding" if request.num_generated_tokens else "prefilling"
 
     # -- what is asked -------------------------------------------------------------------------------------------
 
@@ -152,10 +181,9 @@ class Soak:
                 SamplingParams(**values)
             except InvalidSetting:
                 continue
-            self._break("bad values", f"{values} is accepted")
+            self._breaches.note("bad values", f"{values} is accepted")
 
     def _submit(self, ask: Ask) -> None:
-        self._num_asked += 1
         if ask.is_malformed:
             self._limits.malformed.add(ask.id)
         heard = Heard() if ask.listens else None
@@ -165,10 +193,12 @@ class Soak:
             )
         except UserError:
             self._outcomes["refused"] += 1
+            self._timing.refused(ask)
             return
-        self._open[ask.id] = ask, heard
+        self._open[ask.id] = ask, request, heard
         self._oracle.read(Act("ask", ask.id, self._text(request)))
         self._engine.submit(request)
+        self._timing.arrived(ask, request)
         if ask.cancel_after_steps == 0:
             self._cancel(ask.id)
         elif ask.cancel_after_steps is not None:
@@ -203,17 +233,61 @@ class Soak:
         self._oracle.read(Act("cancel", request_id))
         self._engine.cancel(request_id)
 
+    # -- what is done to the engine ------------------------------------------------------------------------------
+
+    def _probe(self, moment: str) -> None:
+        """All probes, one after the other, nothing beside them."""
+        if self._adversary is None or self._is_stopped():
+            return
+        probes = self._adversary.probes
+        probes.moment = moment
+        was_on = self._mishaps is not None and self._mishaps.is_on
+        if self._mishaps is not None:
+            self._mishaps.is_on = False
+        for ask in probes.asks():
+            self._submit(ask)
+            self._finish()
+        if self._mishaps is not None:
+            self._mishaps.is_on = was_on
+        probes.moment = "storm"
+
+    def _turn_to(self, phase: Phase) -> None:
+        """A phase begins, or has asked for all it wants: then the books are looked at, whatever runs."""
+        if phase.begins:
+            self._timing.phase(phase.name).num_times += 1
+        else:
+            lent_bytes = 0 if self._adversary is None else self._adversary.lent_bytes
+            self._books.check_lines(self._engine.result(), lent_bytes=lent_bytes)
+
+    def _nap(self, nap: Nap) -> None:
+        """Nothing is pinned while it sleeps: a pin holds what may go."""
+        if self._adversary is None:
+            return
+        self._pressure.ease()
+        self._oracle.read(Act("sleep"))
+        self._adversary.naps.fall_asleep(nap.tags)
+        for ask in nap.asks:
+            self._do(ask)
+        if nap.asks:
+            self._cancel(self._rng.choice(list(self._open)))
+        self._sleep(nap.seconds)
+        self._oracle.read(Act("wake"))
+        self._adversary.naps.wake()
+        self._timing.paused()
+
+    def _take_back_the_rest(self) -> None:
+        """Where it is to end soon: all that waits, and what has long to go."""
+        most = self._max_last_tokens
+        for name, (_, request, _) in list(self._open.items()):
+            if most is not None and (request.slot < 0 or request.max_total_tokens - len(request.token_ids) > most):
+                self._cancel(name)
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _be_quiet(self, num_steps: int | None) -> None:
-        """So many steps without new requests, or until nothing is left; longer where too many wait."""
-        most = MAX_WAITING_BATCHES * self._limits.max_batch_size
-        passed = 0
-        while self._engine.has_work:
-            if num_steps is not None and passed >= num_steps and self._engine.progress().num_waiting <= most:
-                return
+    def _finish(self) -> None:
+        """Steps until nothing is left."""
+        while self.has_work:
             self._step()
-            passed += 1
         self._check_held()
 
     def _step(self) -> None:
@@ -225,20 +299,28 @@ class Soak:
         self._pressure.change(list(self._open))
         self._num_steps += 1
         self._oracle.read(Act("step"))
-        for completion in self._engine.step():
+        completions = self._engine.step()
+        progress = self._engine.progress()
+        self._timing.stepped(num_running=progress.num_running, num_waiting=progress.num_waiting)
+        for completion in completions:
             self._take(completion)
         self._on_step(sum(self._outcomes.values()))
 
     def _take(self, completion: Completion) -> None:
-        ask, heard = self._open.pop(completion.request_id, (None, None))
-        if ask is None:
-            self._break("completions", f"{completion.request_id} comes back and was not there")
+        if completion.request_id not in self._open:
+            self._breaches.note("completions", f"{completion.request_id} comes back and was not there")
             return
+        ask, _, heard = self._open.pop(completion.request_id)
         self._outcomes[str(completion.finish_reason)] += 1
         self._num_tokens += len(completion.token_ids)
+        self._timing.ended(ask, completion)
         self._witness.check(ask, completion, heard, was_cancelled=ask.id in self._cancelled)
+        if completion.finish_reason == "error":
+            self._failures.note(ask, completion, heard)
         self._cancelled.discard(ask.id)
-        self._mix.heard(ask, completion.token_ids)
+        self._load.heard(ask, completion.token_ids)
+        if self._adversary is not None:
+            self._adversary.probes.take(ask, completion)
         if ask.cancels_when_done:
             self._oracle.read(Act("cancel", ask.id))
             self._engine.cancel(ask.id)
@@ -247,39 +329,32 @@ class Soak:
 
     def _check_held(self) -> None:
         self._pressure.ease()
-        held, progress = inside.held(self._engine), self._engine.progress()
-        moved = {name: (self._at_rest.get(name), count) for name, count in held.items() if self._at_rest[name] != count}
-        if moved or progress.num_running or progress.num_waiting or progress.kv_used_tokens:
-            self._break("held", f"with nothing left to do: {moved or progress}")
-        for told in inside.lost_blocks(self._engine):
-            self._break("held", f"with nothing left to do {told}")
+        self._books.check_held()
 
     def _check_end(self, result: RunResult) -> None:
         for request_id in self._open:
-            self._break("completions", f"{request_id} never comes back")
-        for told in inside.lost_when_emptied(self._engine):
-            self._break("held", f"with nothing left to do and an empty cache {told}")
-        self._broken["contents"], wrong = inside.wrong_contents(self._engine)
-        self._told += [f"contents: {one}" for one in wrong]
-        for line, num_bytes in _counted_lines(result).items():
-            if num_bytes != self._lines_at_rest.get(line, 0):
-                was = format_bytes(self._lines_at_rest.get(line, 0))
-                self._break("ledger", f"{line} stands at {format_bytes(num_bytes)}, at the start at {was}")
-        unexplained, device = result.snapshot.unattributed, result.plan.device_bytes
-        if unexplained is not None and unexplained > max(UNATTRIBUTED_BYTES, device * UNATTRIBUTED_HUNDREDTHS // 100):
-            self._break("ledger", f"no line explains {format_bytes(unexplained)}")
+            self._breaches.note("completions", f"{request_id} never comes back")
+        self._books.check_emptied()
+        self._breaches.broken["contents"], wrong = inside.wrong_contents(self._engine)
+        self._breaches.told += [f"contents: {one}" for one in wrong]
+        self._books.check_lines(result)
         num_made = self._mishaps.num_out_of_memory if self._mishaps is not None else 0
         for culprit in result.retried_steps[num_made:]:
-            self._break("defects", culprit)
+            self._breaches.note("defects", culprit)
 
     def _report(self, result: RunResult, seconds: float) -> SoakReport:
+        adversities, judges = None, list[Judge]([self._oracle, self._witness, self._breaches])
         all_rules = {**rules.RULES, **witness.RULES, **RULES}
-        broken = self._oracle.broken + self._witness.broken + self._broken
+        if self._adversary is not None:
+            adversities = self._adversary.figures()
+            judges.append(self._adversary.breaches)
+            all_rules |= adversary.RULES
+        broken: Counter[str] = sum((judge.broken for judge in judges), Counter())
         return SoakReport(
             verdicts=tuple(
                 Verdict(rule=name, meaning=told, num_broken=broken[name]) for name, told in all_rules.items()
             ),
-            told=(*self._oracle.told, *self._witness.told, *self._told),
+            told=tuple(told for judge in judges for told in judge.told),
             outcomes=dict(self._outcomes),
             counts=dict(self._oracle.counts),
             num_tokens=self._num_tokens,
@@ -289,22 +364,13 @@ class Soak:
             result=result,
             cache=inside.done(self._engine) | self._pressure.counts,
             faults=dict(self._mishaps.counts) if self._mishaps is not None else {},
+            failures=self._failures.all(
+                num_refused=self._outcomes["refused"], num_refused_wrongly=self._oracle.broken["refusals"]
+            ),
+            phases=tuple(self._timing.phases.values()),
+            load=self._timing.load,
+            adversities=adversities,
         )
-
-    def _break(self, rule: str, told: str) -> None:
-        assert rule in RULES
-        self._broken[rule] += 1
-        if self._broken[rule] <= Oracle.MAX_TOLD:
-            self._told.append(f"{rule}: {told}")
-
-
-def _counted_lines(result: RunResult) -> dict[str, int]:
-    """Bytes of each line that our own allocators count; a lazily made one (penalty tables) is left out."""
-    lines: Counter[str] = Counter()
-    for entry in result.snapshot.entries:
-        if entry.how is How.COUNTED and entry.line is not LineKind.TABLES:
-            lines[entry.line.value] += entry.physical_bytes
-    return dict(lines)
 
 
 def make_mix(engine: Engine, seed: int) -> Mix:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tonnage.bench.mix import Ask
+from tonnage.bench.moves import Ask
 
 if TYPE_CHECKING:
     from tonnage.engine import Completion

@@ -48,12 +48,14 @@ class Shape:
 
     interrupting  lengths of prompts that arrive one after another while the requests decode; each asks for one token.
                   A new one comes once the one before has its token and the decodes had ``QUIET_STEPS`` to themselves
+    rate_per_second   at which requests arrive where nothing else is asked for; None: all at once
     """
 
     num_requests: int
     input_tokens: Span
     output_tokens: Span
     interrupting: Span | None = None
+    rate_per_second: Fraction | None = None
 
 
 #: Steps that decodes have to themselves between two interrupting prompts.
@@ -71,8 +73,20 @@ WORKLOADS: Mapping[str, Shape] = MappingProxyType(
         "stalls": Shape(
             num_requests=8, input_tokens=Span(32, 32), output_tokens=Span(512, 512), interrupting=Span(2000, 2000)
         ),
+        # About half of what a fast card can serve: times between tokens at a load that is no overload.
+        "arrivals": Shape(
+            num_requests=256,
+            input_tokens=Span(100, 1024),
+            output_tokens=Span(100, 1024),
+            rate_per_second=Fraction(8),
+        ),
     }
 )
+
+
+#: One name for those that an engine on a card is held to.
+BARS = "bars"
+BAR_WORKLOADS = ("single", "prefill", "uniform", "long", "arrivals")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +139,32 @@ def workload(
     if name not in WORKLOADS:
         raise InvalidSetting("--workload", name, "no such workload", remedy=f"write one of {', '.join(WORKLOADS)}")
     shape = WORKLOADS[name]
+    rate_per_second = rate_per_second or shape.rate_per_second
     shape = replace(
         shape,
         num_requests=num_requests or shape.num_requests,
         input_tokens=(input_tokens or shape.input_tokens).scaled(scale),
         output_tokens=(output_tokens or shape.output_tokens).scaled(scale),
         interrupting=shape.interrupting and shape.interrupting.scaled(scale),
+        rate_per_second=rate_per_second,
     )
     return Workload(
         name=name, shape=shape, rate_per_second=rate_per_second, seed=seed,
         jobs=tuple(_jobs(shape, rate_per_second, random.Random(seed))),
     )  # fmt: skip
+
+
+def workload_names(text: str) -> tuple[str, ...]:
+    """Names between commas; ``BARS`` stands for all of its. Raises ``InvalidSetting`` for one that there is not."""
+    names: list[str] = []
+    for name in (part.strip() for part in text.split(",")):
+        if name != BARS and name not in WORKLOADS:
+            told = (
+                f"write one of {', '.join(WORKLOADS)}, or several between commas; {BARS} are {', '.join(BAR_WORKLOADS)}"
+            )
+            raise InvalidSetting("--workload", name, "no such workload", remedy=told)
+        names += BAR_WORKLOADS if name == BARS else (name,)
+    return tuple(dict.fromkeys(names))
 
 
 def _jobs(shape: Shape, rate_per_second: Fraction | None, rng: random.Random) -> Iterator[Job]:

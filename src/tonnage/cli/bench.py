@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tonnage.cli import options as opt
+from tonnage.cli.card import CardOptions, card_ordinal
 from tonnage.cli.groups import grouped
 from tonnage.cli.interrupt import Stop, noted_interrupts
 from tonnage.cli.rooms import engine_room
@@ -17,9 +18,17 @@ from tonnage.errors import InvalidSetting, UserError
 from tonnage.units import parse_count
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from tonnage.bench.limits import Limits
     from tonnage.bench.measure import Measurement
+    from tonnage.bench.series import Series
     from tonnage.bench.workloads import Workload
+    from tonnage.cli.display import Display
     from tonnage.report import RunResult
+    from tonnage.terms import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +37,7 @@ class WorkloadOptions:
 
     workload: Annotated[
         opt.Text,
-        opt.option("--workload", "NAME", "single, batch32, batch256, prefill, uniform, long or stalls."),
+        opt.option("--workload", "NAME", "A name of docs/bench-and-soak.md, several between commas, or bars."),
     ] = None
     requests: Annotated[opt.Text, opt.option("--requests", "N", "So many requests.")] = None
     input_tokens: Annotated[opt.Text, opt.option("--input-tokens", "N", "Prompt tokens: N, or LOW-HIGH.")] = None
@@ -36,11 +45,13 @@ class WorkloadOptions:
     scale: Annotated[opt.Text, opt.option("--scale", "SHARE", "All lengths times this, such as 1/8.")] = None
     rate: Annotated[opt.Text, opt.option("--rate", "R", "Poisson arrivals a second (default: all at once).")] = None
     seed: Annotated[opt.Text, opt.option("--seed", "N", "Of lengths, arrivals and prompts (default 0).")] = None
+    runs: Annotated[opt.Text, opt.option("--runs", "N", "Measure each N times, from --seed on; tell medians.")] = None
     warmup: Annotated[opt.Text, opt.option("--warmup", "N", "Requests served before, untimed (default 1).")] = None
 
-    def drawn(self) -> Workload:
-        """Raises ``UserError`` without a name, ``InvalidSetting`` for what cannot be read."""
-        from tonnage.bench.workloads import WORKLOADS, Span, workload
+    def drawn(self) -> list[list[Workload]]:
+        """For each workload one for each run. Raises ``UserError`` without a name, ``InvalidSetting`` for what cannot
+        be read."""
+        from tonnage.bench.workloads import WORKLOADS, Span, workload, workload_names
 
         if self.workload is None:
             raise UserError(
@@ -52,14 +63,15 @@ class WorkloadOptions:
             name: None if text is None else Span.parse(text, knob=f"--{name.replace('_', '-')}")
             for name, text in (("input_tokens", self.input_tokens), ("output_tokens", self.output_tokens))
         }
-        return workload(
-            self.workload,
-            num_requests=None if self.requests is None else _num_requests(self.requests),
-            scale=_positive(self.scale, "--scale") or Fraction(1),
-            rate_per_second=_positive(self.rate, "--rate"),
-            seed=opt.read_count(self.seed, "--seed", 0, allow_zero=True),
+        how: dict[str, Any] = {
+            "num_requests": None if self.requests is None else _num_requests(self.requests),
+            "scale": _positive(self.scale, "--scale") or Fraction(1),
+            "rate_per_second": _positive(self.rate, "--rate"),
             **spans,
-        )
+        }
+        seed, num_runs = opt.read_count(self.seed, "--seed", 0, allow_zero=True), opt.read_count(self.runs, "--runs", 1)
+        names = workload_names(self.workload)
+        return [[workload(name, seed=seed + run, **how) for run in range(num_runs)] for name in names]
 
 
 #: Of rates, scales and numbers of requests: beyond these a run neither ends nor means anything.
@@ -75,6 +87,7 @@ def bench(
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
     serving: opt.ServingOptions,
+    card: CardOptions,
     as_json: opt.AsJson = False,
     output: Annotated[opt.Text, opt.option("--output", "FILE", "Keep everything measured as JSON.")] = None,
     force: opt.Force = False,
@@ -85,7 +98,7 @@ def bench(
 
     MODEL is a folder, smollm2, or a hub id. Example: tonnage bench smollm2 --workload batch32 --scale 1/8
     """
-    settings = opt.engine_settings(model, memory, pool, serving)
+    settings = card.onto(opt.engine_settings(model, memory, pool, serving))
     drawn, given = load.drawn(), choice.values()
     num_warmup = opt.read_count(load.warmup, "--warmup", 1, allow_zero=True)
 
@@ -93,46 +106,94 @@ def bench(
 
     if output is not None:
         check_writable(output, force=force, flag="--output")
-    measured, result, stop = _measured(settings, drawn, given, num_warmup)
-
-    from tonnage.bench.report import bench_document, show_bench, text_of
-    from tonnage.report.draw import console_for
-
-    text = text_of(bench_document(measured, result, command=["tonnage", *sys.argv[1:]]))
+    all_series, result, stop = _measured(settings, drawn, given, num_warmup)
+    text, show = _told(all_series, result, is_one=len(drawn) == len(drawn[0]) == 1)
     if output is not None:
         write_file(output, text, force=force, flag="--output")
     if as_json:
         print(text, end="")
     else:
-        show_bench(measured, result, console_for(sys.stdout))
+        from tonnage.report.draw import console_for
+
+        show(console_for(sys.stdout))
     if stop:
-        num_ended = sum(sample.finish not in (None, "cancelled") for sample in measured.requests)
-        print(f"interrupted: {num_ended} of {len(drawn.jobs)} requests had finished", file=sys.stderr)
+        measured = [run for series in all_series for run in series.runs]
+        num_ended = sum(sample.finish not in (None, "cancelled") for run in measured for sample in run.requests)
+        num_jobs = sum(len(one.jobs) for runs in drawn for one in runs)
+        print(f"interrupted: {num_ended} of {num_jobs} requests had finished", file=sys.stderr)
         return stop.exit_code
-    return int(measured.num_failed > 0)
+    return int(any(series.num_failed for series in all_series))
+
+
+def _told(all_series: list[Series], result: RunResult, *, is_one: bool) -> tuple[str, Callable[[Console], None]]:
+    """What is kept, and what shows it: a run alone in full, several by their medians."""
+    from tonnage.bench.report import bench_document, show_bench, text_of
+    from tonnage.bench.series import series_document, show_series
+
+    command = ["tonnage", *sys.argv[1:]]
+    if is_one:
+        (measured,) = all_series[0].runs
+        limits = all_series[0].limits
+        document = bench_document(measured, result, command=command, limits=limits)
+        return text_of(document), lambda console: show_bench(measured, result, console, limits=limits)
+    document = series_document(all_series, result, command=command)
+    return text_of(document), lambda console: show_series(all_series, result, console)
 
 
 def _measured(
-    settings: dict[str, Any], drawn: Workload, given: dict[str, Any], num_warmup: int
-) -> tuple[Measurement, RunResult, Stop]:
-    from tonnage.bench.measure import GREEDY, measure
+    settings: dict[str, Any], drawn: list[list[Workload]], given: dict[str, Any], num_warmup: int
+) -> tuple[list[Series], RunResult, Stop]:
+    """Each workload's runs one after the other on one engine; those that an interrupt left time for."""
+    from tonnage.bench.series import Series
     from tonnage.cli.display import make_display
 
     with closing(make_display(sys.stderr)) as display:
         display.stage("import")
         start, options = engine_room("bench")
         with closing(start(options(**settings), on_stage=display.stage)) as engine:
-            display.begin(len(drawn.jobs))
+            found: list[Series] = []
             with noted_interrupts() as stop:
-                measured = measure(
-                    engine,
-                    drawn,
-                    params=replace(GREEDY, **given),
-                    num_warmup=num_warmup,
-                    on_step=lambda done: display.step(engine.progress(), done=done),
-                    is_stopped=lambda: bool(stop),
-                )
-            return measured, engine.result(), stop
+                for workloads in drawn:
+                    limits = _limits(settings, workloads[0], engine.plan)
+                    runs: list[Measurement] = []
+                    for one in workloads:
+                        if stop and (found or runs):  # of an interrupted one there is always the first
+                            break
+                        runs.append(_run(engine, one, given, num_warmup, display, stop))
+                    if runs:
+                        found.append(Series(runs=tuple(runs), limits=limits))
+            return found, engine.result(), stop
+
+
+def _run(
+    engine: Any, workload: Workload, given: dict[str, Any], num_warmup: int, display: Display, stop: Stop
+) -> Measurement:
+    from tonnage.bench.measure import GREEDY, measure
+
+    display.begin(len(workload.jobs))
+    return measure(
+        engine,
+        workload,
+        params=replace(GREEDY, **given),
+        num_warmup=num_warmup,
+        on_step=lambda done: display.step(engine.progress(), done=done),
+        is_stopped=lambda: bool(stop),
+    )
+
+
+def _limits(settings: dict[str, Any], workload: Workload, plan: MemoryPlan) -> Limits | None:
+    """What the card allows, where that is known; at a fixed rate of arrivals nothing is to be reached."""
+    if card_ordinal(settings) is None or workload.rate_per_second is not None:
+        return None
+    from tonnage.bench.limits import limits_of
+    from tonnage.costs.config import ModelConfig
+    from tonnage.engine.models import model_folder
+
+    config = ModelConfig.read(model_folder(settings["model"], needs_weights=False))
+    dtype = plan.kv.layout.groups[0].parts[0].dtype
+    return limits_of(
+        workload, config, card=plan.device_name, dtype=dtype, max_batch_size=plan.limits.max_batch_size
+    )  # fmt: skip
 
 
 def _num_requests(text: str) -> int:
