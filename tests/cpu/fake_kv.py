@@ -31,7 +31,7 @@ class FakeKV:
         self.neighbour = lambda _: None
         self.held, self.scheduled, self.fails, self.calls = {}, {}, {}, []
         self.asked, self.begun = [], []
-        self.table = np.zeros((slots.capacity(), num_blocks), np.int32)
+        self.tables = {0: np.zeros((slots.capacity(), num_blocks), np.int32)}
         room = SimpleNamespace(budget=SimpleNamespace(num_left=0))
         self.cache = SimpleNamespace(
             events=CacheEvents(), begin_step=lambda: None, num_host_slots=0, num_free=num_blocks, room=room
