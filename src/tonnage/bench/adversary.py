@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tonnage.bench import inside, naps
+from tonnage.bench import inside
 from tonnage.bench.breaches import Breaches
 from tonnage.bench.naps import Naps
 from tonnage.bench.neighbour import Neighbour
@@ -65,13 +65,13 @@ class Adversary:
         }
         is_exact = not has_sampler or inside.computes_in(engine) == "float32"
         self.probes = Probes(**sizes, is_exact=is_exact, tell=self._tell)
-        self.naps = Naps(engine, self._tell)
+        self.naps, self._can_sleep = Naps(engine, self._tell), inside.can_sleep(engine)
         self.storm = Storm(
             **sizes,
             max_batch_size=plan.limits.max_batch_size,
             pool_tokens=plan.kv.tokens,
             probes=self.probes,
-            can_sleep=naps.CAN_SLEEP,
+            can_sleep=self._can_sleep,
             has_neighbour=neighbour is not None and self._most_lent_bytes >= PAGE_BYTES,
         )
         self._watch: FreeWatch | None = None
@@ -127,7 +127,7 @@ class Adversary:
             free=free,
             allocator=grown,
             naps=dict(self.naps.counts),
-            can_sleep=naps.CAN_SLEEP,
+            can_sleep=self._can_sleep,
             freed_bytes=self.naps.most_freed_bytes,
             neighbour_takes=None if self._neighbour is None else self._neighbour.num_taken,
             neighbour_bytes=0 if self._neighbour is None else self._neighbour.most_bytes,

@@ -87,6 +87,12 @@ def allocator_counts(engine: Engine) -> dict[str, int]:
     return {name: int(found.get(name, 0)) for name in ALLOCATOR_COUNTS}
 
 
+def can_sleep(engine: Engine) -> bool:
+    """Its device has virtual memory; a stub has none to give back, and sleeps all the same."""
+    site = _site(engine)
+    return site is None or bool(site.driver.capabilities().vmm)
+
+
 def _site(engine: Engine) -> Any:
     """The device it is built on; a stub has none."""
     return getattr(engine._runtime, "site", None)

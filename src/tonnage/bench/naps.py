@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 from tonnage.bench import inside
 from tonnage.errors import UserError
@@ -13,22 +13,10 @@ from tonnage.units import format_bytes
 if TYPE_CHECKING:
     from tonnage.engine import Engine
 
-#: TO BE SWITCHED ON with ``Engine.sleep`` and ``Engine.wake``: set this to True, and delete the sentence in
-#: docs/bench-and-soak.md that says naps are passed over. Nothing else depends on it.
-CAN_SLEEP = False
-
 #: What is slept with, each as likely; () is everything.
 TAG_SETS: tuple[tuple[str, ...], ...] = ((), (), ("kv",), ("weights",), ("weights", "kv"))
 #: Tags of memory that is given back to the device.
 GIVING = frozenset({"weights", "kv"})
-
-
-class Sleeper(Protocol):
-    """Of an engine: what runs is kept, suspended where its memory goes, and computed again after it woke. While it
-    sleeps requests may be submitted and cancelled, and ``step`` raises ``UserError``."""
-
-    def sleep(self, *tags: str) -> None: ...
-    def wake(self, *tags: str) -> None: ...
 
 
 class Naps:
@@ -37,16 +25,17 @@ class Naps:
 
     def __init__(self, engine: Engine, tell: Callable[[str, str], None]) -> None:
         self._engine, self._tell = engine, tell
-        self._sleeper = cast(Sleeper, engine)
         self._free = inside.device_free(engine)
         self._tags: tuple[str, ...] = ()
         self.counts: Counter[str] = Counter()
         self.most_freed_bytes: int | None = None
 
     def fall_asleep(self, tags: tuple[str, ...]) -> None:
+        if self._engine.stats()["kv.pins"]:
+            tags = ("weights",)  # blocks that are pinned must stay
         self._tags = tags
         before = self._free() if self._free is not None else 0
-        self._sleeper.sleep(*tags)
+        self._engine.sleep(*tags)
         self.counts[" ".join(tags) or "everything"] += 1
         if self._free is not None:
             freed = self._free() - before
@@ -56,7 +45,7 @@ class Naps:
         self._check_refuses()
 
     def wake(self) -> None:
-        self._sleeper.wake(*self._tags)
+        self._engine.wake(*self._tags)
 
     def _check_refuses(self) -> None:
         try:

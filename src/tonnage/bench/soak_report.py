@@ -145,7 +145,7 @@ def _adverse(found: Adversities) -> Iterator[tuple[str, str]]:
     if found.neighbour_takes is not None:
         yield "neighbour", f"took memory {found.neighbour_takes:,} times, {format_bytes(found.neighbour_bytes)} at most"
     if not found.can_sleep:
-        yield "naps", "none: this engine cannot be sent to sleep yet"
+        yield "naps", "none: its device has no virtual memory to give back"
     elif found.naps:
         freed = "" if found.freed_bytes is None else f", {format_bytes(found.freed_bytes)} given back at most"
         yield "naps", ", ".join(f"{count:,} of {tags}" for tags, count in found.naps.items()) + freed

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from tonnage.cli import options as opt
-from tonnage.config import Setting
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardOptions:
-    """What is loaded, compiled and captured."""
+    """What is loaded and compiled."""
 
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Load nothing: a folder with a config.json will do.")
     ] = False
-    graphs: Annotated[
-        opt.Text, opt.option("--graphs", "SIZES", "Batch sizes with a CUDA graph: none, default, or 1,2,4,8.")
-    ] = None
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="On a card, run layers as they are, not compiled.")
     ] = False
@@ -33,10 +27,6 @@ class CardOptions:
             found["random_weights"] = True
         if self.no_compile:
             found["compile"] = False
-        if self.graphs is not None:
-            found["knobs"] = replace(
-                found["knobs"], graphs=Setting.flag(self.graphs.strip().lower(), self.graphs, "--graphs")
-            )
         return found
 
 

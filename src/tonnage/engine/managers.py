@@ -69,9 +69,10 @@ class Managers:
         vocab_size: int,
         admission: str | None,
         buffers: BufferManager,
+        steps_ahead: int = 0,
     ) -> Managers:
         """``admission`` is a name of ``ADMISSIONS``; ``buffers`` makes the penalty tables when the first request needs
-        them."""
+        them. ``steps_ahead`` are launched when an earlier one has not landed."""
         policy = ADMISSIONS[admission or ADMISSION_POLICIES[0]]()
         slots = SlotManager(limits.max_batch_size)
         kv = KVManager(
@@ -80,7 +81,7 @@ class Managers:
             max_seq_len=limits.max_seq_len,
             max_batch_size=limits.max_batch_size,
             extra_tokens=limits.extra_tokens,
-            max_pending_tokens=limits.max_num_tokens,
+            max_pending_tokens=(1 + steps_ahead) * limits.max_num_tokens,
             admission=policy,
             slots=slots,
         )

@@ -71,6 +71,7 @@ class Shadow:
     def forget(self) -> None:
         """The device's memory has gone, and comes back with nothing in it."""
         self.device[:] = EMPTY
+        self.device[: self._num_scratch] = SCRATCH  # whoever works there writes it anew
 
     def take_scratch(self, num_slots: int) -> None:
         """Somebody works in the first so many slots now: they hold nothing of the cache's."""

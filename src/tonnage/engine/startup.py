@@ -333,6 +333,7 @@ class _Startup:
             store,
             vocab_size=self.target.config.vocab_size,
             admission=self.target.options.knobs.admission.value,
+            steps_ahead=int(self.target.options.is_ahead),
             buffers=BufferManager(self.site.stream, ledger=self.site.ledger, owner=PENALTIES),
         )
 

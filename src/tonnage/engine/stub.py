@@ -187,6 +187,7 @@ class _StubRuntime:
                 vocab_size=_VOCAB_SIZE,
                 admission=plan.knobs.admission.value,
                 buffers=buffers,
+                steps_ahead=steps_ahead,
             ),
             chunking=chunking,
             ledger=ledger,
