@@ -94,6 +94,19 @@ def _attend_tile(
     return acc, new_top, total
 
 
+@triton.jit
+def _write_last(
+    key, value, pages, table_row, place,
+    HEAD_STRIDE: tl.constexpr, SLAB: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """A head's key and value, [D] each, to position ``place`` of the row; ``pages`` as for ``_attend_tile``."""
+    dims = tl.arange(0, DIM_PAD)
+    inside = dims < HEAD_DIM
+    target = pages + tl.load(table_row + place // PAGE).to(tl.int64) * SLAB + place % PAGE * HEAD_STRIDE + dims
+    tl.store(target, tl.load(key + dims, mask=inside), mask=inside)
+    tl.store(target + PAGE * HEAD_STRIDE, tl.load(value + dims, mask=inside), mask=inside)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_kernel(
     out, parts, sums, query, key, value, pages, table, lengths, tokens, sinks, query_head_stride, query_token_stride,
@@ -140,13 +153,11 @@ def decode_kernel(
     table_row = table + row.to(tl.int64) * table_stride
     if APPENDS:
         if (begin < length) & (end == length):
-            page = tl.load(table_row + (length - 1) // PAGE).to(tl.int64)
-            new_at = head_pages + page * SLAB + (length - 1) % PAGE * (NUM_KV_HEADS * HEAD_DIM) + dims
-            inside = dims < HEAD_DIM
-            new_key = tl.load(key + head * key_head_stride + token * key_token_stride + dims, mask=inside)
-            tl.store(new_at, new_key, mask=inside)
-            new_value = tl.load(value + head * value_head_stride + token * value_token_stride + dims, mask=inside)
-            tl.store(new_at + PAGE * NUM_KV_HEADS * HEAD_DIM, new_value, mask=inside)
+            _write_last(
+                key + head * key_head_stride + token * key_token_stride,
+                value + head * value_head_stride + token * value_token_stride,
+                head_pages, table_row, length - 1, NUM_KV_HEADS * HEAD_DIM, SLAB, HEAD_DIM, DIM_PAD, PAGE,
+            )  # fmt: skip
         tl.debug_barrier()  # the program's other threads read them below
     first = tl.full([1], 0, tl.int32) + lowest
     last = tl.full([1], -1, tl.int32) + end
