@@ -148,8 +148,8 @@ def test_a_batch_is_what_it_was_after_its_replay_and_after_one_that_failed(engin
     backend = steps.executor.graphs._backend
     load = backend.load
 
-    def fail(inputs, batch):
-        load(inputs, batch)
+    def fail(*step):
+        load(*step)
         raise RuntimeError("on purpose")
 
     with monkeypatch.context() as patched:

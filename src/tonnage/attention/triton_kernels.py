@@ -95,6 +95,28 @@ def _attend_tile(
 
 
 @triton.jit
+def _part(length, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first position that the row sees, and those [begin, end) of its split, which begins a tile."""
+    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    start = lowest // TILE * TILE
+    span = tl.cdiv(tl.cdiv(length - start, num_splits), TILE) * TILE
+    begin = start + split * span
+    return lowest, begin, tl.minimum(begin + span, length)
+
+
+@triton.jit
+def _first_sums(sinks, is_real, split, GROUP_PAD: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """``top`` and ``total`` before the first tile. A sink is one more key whose value is 0; the first split has it."""
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks, mask=is_real, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.where(split == 0, sink, top)
+        total = tl.where(split == 0, total + 1.0, total)
+    return top, total
+
+
+@triton.jit
 def _write_last(
     key, value, pages, table_row, place,
     HEAD_STRIDE: tl.constexpr, SLAB: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
@@ -122,41 +144,28 @@ def decode_kernel(
     ``tokens`` says where in the batch the row's query stands, ``lengths`` how many tokens it attends to, itself
     included; 0: a row of padding, whose output is 0. With one split the result goes to ``out`` [T, Hq, D], else
     normalised to ``parts`` [rows, Hq, splits, D] with the base-2 log of its sum in ``sums`` [rows, Hq, splits].
-
-    ``APPENDS``: the last token's key and value are not in their page yet. The program that attends to them writes them
-    there first, which saves a launch in each layer.
+    ``APPENDS``: the last token's key and value are not in their page yet; who attends to them writes them first.
     """
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     token = tl.load(tokens + row).to(tl.int64)
-    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    start = lowest // TILE * TILE
-    span = tl.cdiv(tl.cdiv(length - start, tl.num_programs(2)), TILE) * TILE
-    begin = start + split * span
-    end = tl.minimum(begin + span, length)
-
+    lowest, begin, end = _part(length, split, tl.num_programs(2), TILE, WINDOW)
     group, dims = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     heads = head * GROUP + group
     is_real = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     query_at = query + token * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
     queries = tl.load(query_at, mask=is_real, other=0.0)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    if HAS_SINKS:
-        # A sink is one more key whose value is 0; the first split has it.
-        sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.where(split == 0, sink, top)
-        total = tl.where(split == 0, total + 1.0, total)
-
+    top, total = _first_sums(sinks + heads, group < GROUP, split, GROUP_PAD, HAS_SINKS)
     head_pages = pages + head * HEAD_DIM
     table_row = table + row.to(tl.int64) * table_stride
     if APPENDS:
         if (begin < length) & (end == length):
+            new_key = key + head * key_head_stride + token * key_token_stride
+            new_value = value + head * value_head_stride + token * value_token_stride
             _write_last(
-                key + head * key_head_stride + token * key_token_stride,
-                value + head * value_head_stride + token * value_token_stride,
-                head_pages, table_row, length - 1, NUM_KV_HEADS * HEAD_DIM, SLAB, HEAD_DIM, DIM_PAD, PAGE,
+                new_key, new_value, head_pages, table_row, length - 1, NUM_KV_HEADS * HEAD_DIM, SLAB, HEAD_DIM, DIM_PAD,
+                PAGE,
             )  # fmt: skip
         tl.debug_barrier()  # the program's other threads read them below
     first = tl.full([1], 0, tl.int32) + lowest
