@@ -100,7 +100,7 @@ def test_a_failure_before_launch_leaves_every_manager_as_before(monkeypatch, who
     before = state(engine)
     # Nothing may be failed by the step itself, or the managers would give up what those requests hold.
     failed = []
-    monkeypatch.setattr(engine, "_fail_step", lambda _, error: failed.append(error))
+    monkeypatch.setattr(engine._steps, "_fail_step", lambda _, error: failed.append(error))
     times = 2 if isinstance(error, Veto) else 1  # a veto alone costs nothing: it is asked again
     broken = Broken(monkeypatch, getattr(engine._runtime.managers, who), hook, error, after=after, times=times)
     engine._steps.step()
@@ -138,7 +138,7 @@ def test_a_veto_against_one_request_ends_that_one_alone(monkeypatch):
 def test_a_failure_in_launch_leaves_every_manager_as_before(monkeypatch):
     engine = engine_with_work()
     before = state(engine)
-    monkeypatch.setattr(engine, "_fail_step", lambda *_: None)
+    monkeypatch.setattr(engine._steps, "_fail_step", lambda *_: None)
     Broken(monkeypatch, type(engine._runtime), "launch", RuntimeError("kernel fell over"))
     engine._steps.step()
     assert state(engine) == before
@@ -538,7 +538,7 @@ def test_an_error_long_ago_blames_nobody_now(monkeypatch):
 
 def test_a_manager_that_cannot_run_again_is_not_retried(monkeypatch):
     engine = engine_with_work()
-    monkeypatch.setattr(engine, "_may_retry", False)
+    monkeypatch.setattr(engine._steps, "_may_retry", False)
     Broken(monkeypatch, type(engine._runtime), "launch", MemoryError("no"))
     done = drain(engine)
     assert any(completion.finish_reason is Finish.ERROR for completion in done.values())

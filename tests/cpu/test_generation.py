@@ -79,7 +79,7 @@ def _serve(engine, prompts, new_tokens: int, *, suspend_every: int | None = None
             break
         done.update({completion.request_id: completion for completion in engine.step()})
         if suspend_every is not None and step % suspend_every == 0 and len(scheduler.running) > 1:
-            scheduler.suspend(next(scheduler._victims()).id)  # as it does itself when the pool runs short
+            scheduler.suspend(scheduler._victim().id)  # as it does itself when the pool runs short
     return [done[f"p{i}"] for i in range(len(prompts))]
 
 

@@ -167,7 +167,7 @@ def last_in_first_out(monkeypatch):
 
 
 def suspends_the_oldest(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_victims", lambda self: iter([self._oldest()]))
+    monkeypatch.setattr(Scheduler, "_victim", lambda self: self._oldest())
 
 
 def bounds_no_step(monkeypatch):

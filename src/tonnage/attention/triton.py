@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from tonnage.attention.append import append, next_power_of_2
 from tonnage.attention.base import Row, Rows
+from tonnage.attention.fresh import Run, attend, runs_of
 from tonnage.attention.pages import Pages
 from tonnage.attention.triton_inputs import StaticInputs
 from tonnage.attention.triton_tuning import Tuning, decode_tuning, prefill_tuning
@@ -74,17 +74,17 @@ class DecodeRows:
 @dataclass(slots=True, kw_only=True)
 class PrefillRows:
     """Rows of several queries. The device tensors are those of ``prefill_kernel``, ``tables`` by group; ``blocks``
-    begins with the ``num_rest`` that torch cannot take. ``fresh`` has the others' rows as [begin, end) of the batch."""
+    begins with the ``num_rest`` that torch cannot take. ``fresh`` are the others."""
 
     spans: torch.Tensor
     blocks: torch.Tensor
     tables: Sequence[torch.Tensor]
     num_rest: int
-    fresh: list[tuple[int, int]]
+    fresh: list[Run]
 
     @property
     def longest_fresh(self) -> int:
-        return max((end - begin for begin, end in self.fresh), default=0)
+        return max((run.length for run in self.fresh), default=0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,11 +161,11 @@ class TritonBackend:
         if decode.size:
             arrays += [rows.offsets[decode].astype(np.int32), rows.ends[decode].astype(np.int32)]
             arrays += self._tables(rows, decode)
-        fresh, num_rest = [], 0
+        fresh, num_rest = list[Run](), 0
         if prefill.size:
             spans = np.stack([rows.starts, rows.ends, rows.offsets], axis=1)[prefill].astype(np.int32)
             is_fresh = (spans[:, 0] == 0) & (spans[:, 1] >= TORCH_TOKENS)
-            fresh = [(offset, offset + end) for _, end, offset in spans[is_fresh].tolist()]
+            fresh = runs_of([(offset, offset + end) for _, end, offset in spans[is_fresh].tolist()])
             blocks, num_rest = _query_blocks(spans, is_fresh, self.prefill_tuning.queries)
             arrays += [spans, blocks, *self._tables(rows, prefill)]
         there = iter(upload(arrays, self._pool.device))
@@ -249,7 +249,11 @@ class TritonBackend:
             num_blocks = step.prefill.blocks.shape[0]
             if step.prefill.fresh and wanted.may_use_torch(step.prefill.longest_fresh):
                 num_blocks = step.prefill.num_rest
-                _attend_fresh(step.prefill.fresh, query, key, value, out, scaling=scaling)
+                for run in step.prefill.fresh:
+                    found = attend(run, query, key, value, scaling=scaling)
+                    if run.num * run.length == out.shape[0]:
+                        return found.reshape(1, *out.shape)
+                    out[run.begin : run.end].view(found.shape).copy_(found)
             if num_blocks:
                 self._prefill(step.prefill, step.prefill.tables[group], num_blocks, pages, query, out, wanted)
         return out.unsqueeze(0)
@@ -335,27 +339,6 @@ def _query_blocks(spans: np.ndarray, is_fresh: np.ndarray, queries: int) -> tupl
     order = np.lexsort((-num_keys, is_fresh[row]))
     blocks = np.stack([row, first], axis=1)[order].astype(np.int32)
     return blocks, int(np.count_nonzero(~is_fresh[row]))
-
-
-def _attend_fresh(
-    rows: Sequence[tuple[int, int]],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    scaling: float,
-) -> None:
-    for begin, end in rows:
-        part = scaled_dot_product_attention(
-            query[:, :, begin:end],
-            key[:, :, begin:end],
-            value[:, :, begin:end],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        out[begin:end] = part[0].transpose(0, 1)
 
 
 def _require_runnable(pages: Pages) -> None:

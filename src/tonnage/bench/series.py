@@ -118,11 +118,11 @@ def show_series(all_series: Sequence[Series], result: RunResult, console: Consol
     plan = result.plan
     head = Text.assemble((plan.model_name, "bold"), " on ", (plan.device_name, "bold"))
     head.append(f": medians of {plural(max(len(series.runs) for series in all_series), 'run')}")
-    titles = ["workload", "output/s>", "input/s>", "decode/s>", "of limit>", "first p50>", "first p99>"]
-    titles += ["between p50>", "between p99>", ""]
+    titles = ["workload", "output/s>", "input/s>", "decode/s>", "limit>", "first>", "p99>", "gap>", "p99>"]
+    told = "Tokens a second, and the share of the card's limit; ms to the first token and between tokens, p50 and p99"
     parts: list[Any] = [
         head,
-        grid(titles, [_row(series) for series in all_series], title="Tokens a second, times in ms"),
+        grid(titles, [_row(series) for series in all_series], title=told),
     ]
     failed = sum(series.num_failed for series in all_series)
     if failed:
@@ -139,4 +139,4 @@ def _row(series: Series) -> list[str]:
         "–" if found is None else f"{found[name] / 1000:,.1f}"
         for found, name in ((first, "p50"), (first, "p99"), (between, "p50"), (between, "p99"))
     ]
-    return [series.workload.name, *numbers, share, *told, ""]
+    return [series.workload.name, *numbers, share, *told]

@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+#: What a base model does behind its layers, by the names that classes give it.
+_BESIDE_LAYERS = ("norm", "final_layernorm")
+#: Kinds of rotary embeddings that do not look at how long a text has become.
+_FIXED_ROPES = ("default", "linear", "llama3")
+
 
 def compile_layers(model: torch.nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each decoder layer for any number of tokens; all layers are one code and share what is compiled.
@@ -23,3 +28,9 @@ def compile_layers(model: torch.nn.Module, *, backend: str | Callable[..., Any] 
                 del module.layer_idx
                 module.register_buffer("layer_idx", number, persistent=False)
         layer.compile(dynamic=True, backend=backend)
+    for name in _BESIDE_LAYERS:
+        if isinstance(part := getattr(base, name, None), torch.nn.Module):
+            part.compile(dynamic=True, backend=backend)
+    rotary = getattr(base, "rotary_emb", None)
+    if getattr(rotary, "rope_type", None) in _FIXED_ROPES:
+        rotary.compile(dynamic=True, backend=backend)  # type: ignore[union-attr]

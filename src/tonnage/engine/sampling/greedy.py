@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tonnage.engine.sampling.told import Tile
+from tonnage.engine.sampling.told import Drawn
 
-#: Logits of one round of a row's program.
-_TILE = 8192
+#: Logits of one round of a row's program: the fewer rounds the better, since each waits for its own trip to memory.
+_TILE = 16 * 1024
 
 
-@triton.jit
-def _greedy_kernel(logits, tokens, logprobs, finite, row_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def _greedy_kernel(logits, tokens, told, num_rows, row_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """One program a row. The running maximum and the sum of exponentials below it are rescaled as in softmax's online
     form (Milakov and Gimelshein 2018); of equal logits the first wins."""
     row = tl.program_id(0)
@@ -45,23 +45,21 @@ def _greedy_kernel(logits, tokens, logprobs, finite, row_stride, VOCAB: tl.const
     norm = highest + tl.log(tl.sum(tl.where(total == total, share, total), 0))
     first_place = tl.min(tl.where(best == highest, place, VOCAB), 0)
     is_finite = (tl.abs(norm) < float("inf")) & (tl.abs(highest) < float("inf"))
-    tl.store(tokens + row, tl.where(is_finite, first_place, 0).to(tl.int64))
-    tl.store(logprobs + row, highest - norm)
-    tl.store(finite + row, is_finite)
+    token = tl.where(is_finite, first_place, 0)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(told + row, token.to(tl.float64))
+    tl.store(told + num_rows + row, (highest - norm).to(tl.float64))
+    tl.store(told + 2 * num_rows + row, is_finite.to(tl.float64))
 
 
-def greedy(logits: torch.Tensor) -> Tile:
+def greedy(logits: torch.Tensor) -> Drawn:
     """Of ``logits`` [rows, V] of any float type, on a card. Ties go to the lowest id; a row with a NaN, +inf or nothing
     but -inf gives token 0 and is not finite."""
     rows, vocab_size = logits.shape
-    tile = Tile(
-        tokens=logits.new_empty(rows, dtype=torch.int64),
-        logprobs=logits.new_empty(rows, dtype=torch.float32),
-        finite=logits.new_empty(rows, dtype=torch.bool),
-    )
+    tokens = logits.new_empty(rows, dtype=torch.int64)
+    told = logits.new_empty((3, rows), dtype=torch.float64)
     if rows:
         _greedy_kernel[(rows,)](
-            logits, tile.tokens, tile.logprobs, tile.finite, logits.stride(0),
-            VOCAB=vocab_size, TILE=_TILE, num_warps=16,
-        )  # fmt: skip
-    return tile
+            logits, tokens, told, rows, logits.stride(0), VOCAB=vocab_size, TILE=_TILE, num_warps=32
+        )
+    return Drawn(tokens, told)

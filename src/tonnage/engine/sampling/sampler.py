@@ -42,7 +42,7 @@ class Sampler:
         if rows.is_plain and logits.is_cuda and self._has_triton:
             from tonnage.engine.sampling.greedy import greedy
 
-            return Drawn([greedy(logits)], ())
+            return greedy(logits)
         tops: list[tuple[list[int], Alternatives]] = []
         found: list[Tile] = []
         for start, stop in self._tiles(rows.num_rows):
@@ -50,7 +50,7 @@ class Sampler:
             if told is not None:
                 tops.append(([row + start for row in told[0]], told[1]))
             found.append(tile)
-        return Drawn(found, tops)
+        return Drawn.of(found, tops)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows, penalties: PenaltyTensors | None = None) -> Sampled:
         """As ``draw``, read at once."""

@@ -57,13 +57,20 @@ class Alternatives:
 class Drawn:
     """``tokens`` int64 [rows] are on the device, for the next step; ``read`` has all of it."""
 
-    def __init__(self, tiles: Sequence[Tile], tops: Sequence[tuple[Sequence[int], Alternatives]]) -> None:
-        """``tops``: alternatives, and the rows whose they are."""
-        self._tops = tops
-        self.tokens = _joined([tile.tokens for tile in tiles])
-        logprobs, finite = (_joined([getattr(tile, name) for tile in tiles]) for name in ("logprobs", "finite"))
-        # All in one kind of number, of which every token and every float32 is one: a copy less.
-        self._download = Download([torch.stack([self.tokens.double(), logprobs.double(), finite.double()])])
+    def __init__(
+        self, tokens: torch.Tensor, told: torch.Tensor, tops: Sequence[tuple[Sequence[int], Alternatives]] = ()
+    ) -> None:
+        """``told`` float64 [3, rows]: tokens, log-probabilities and whether they are finite, all in one kind of number,
+        of which every token and every float32 is one: a copy less. ``tops``: alternatives, and whose they are."""
+        self.tokens, self._tops = tokens, tops
+        self._download = Download([told])
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile], tops: Sequence[tuple[Sequence[int], Alternatives]]) -> Drawn:
+        tokens, logprobs, finite = (
+            _joined([getattr(tile, name) for tile in tiles]) for name in ("tokens", "logprobs", "finite")
+        )
+        return cls(tokens, torch.stack([tokens.double(), logprobs.double(), finite.double()]), tops)
 
     def read(self) -> Sampled:
         (found,) = self._download.read()
