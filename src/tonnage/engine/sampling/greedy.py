@@ -15,8 +15,8 @@ import triton.language as tl
 
 from tonnage.engine.sampling.told import Drawn
 
-#: Logits of one round of a row's program: the fewer rounds the better, since each waits for its own trip to memory.
-_TILE = 16 * 1024
+#: Logits of one round of a row's program; from 16,384 on registers spill.
+_TILE = 8192
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -60,6 +60,6 @@ def greedy(logits: torch.Tensor) -> Drawn:
     told = logits.new_empty((3, rows), dtype=torch.float64)
     if rows:
         _greedy_kernel[(rows,)](
-            logits, tokens, told, rows, logits.stride(0), VOCAB=vocab_size, TILE=_TILE, num_warps=32
+            logits, tokens, told, rows, logits.stride(0), VOCAB=vocab_size, TILE=_TILE, num_warps=16
         )
     return Drawn(tokens, told)
