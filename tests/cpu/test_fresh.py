@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +22,7 @@ def test_runs_are_the_rows_in_their_order(rows):
     runs = runs_of(spans)
     told = [(run.begin + i * run.length, run.begin + (i + 1) * run.length) for run in runs for i in range(run.num)]
     assert told == spans
-    for one, after in zip(runs, runs[1:], strict=False):
+    for one, after in pairwise(runs):
         assert one.length != after.length or one.end != after.begin
 
 
