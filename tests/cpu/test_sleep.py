@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from test_engine import ask, assert_idle, drain, options, reference, texts
+from test_engine import MEMORY, ask, assert_idle, drain, options, reference, texts
 from test_engine_cache import asked
 
+from tonnage import LLM, AsyncLLM
 from tonnage.device.fault import FaultDriver
 from tonnage.device.host import HostDriver
 from tonnage.engine import Finish, start
@@ -151,6 +154,47 @@ def test_a_sleeper_closes(tiny_llama):
     engine.close()
     with pytest.raises(UserError, match="closed"):
         engine.wake()
+
+
+# -- the Python API
+
+
+def test_who_generates_in_its_sleep_is_told_to_wake_it_and_loses_nothing(tiny_llama):
+    limits = {"memory": MEMORY, "max_batch_size": 4, "max_seq_len": 64, "fence": False}
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(str(tiny_llama), **limits) as llm:
+        (wanted,) = llm.generate([[1, 2, 3, 4]], params)
+        stream = llm.stream([1, 2, 3, 4], params)
+        first = next(stream)
+        assert llm.sleep("kv").freed_bytes["kv"] > 0
+        with pytest.raises(UserError, match="call wake"):
+            llm.generate([[1, 2, 3, 4]], params)
+        llm.wake()
+        rest = list(stream)
+        assert first.tokens[0].token == wanted.samples[0].token_ids[0]
+        assert stream.output.samples[0].token_ids == wanted.samples[0].token_ids
+        assert sum(len(delta.tokens) for delta in rest) == 11
+        (again,) = llm.generate([[1, 2, 3, 4]], params)
+        assert again.samples[0].token_ids == wanted.samples[0].token_ids
+
+
+def test_who_waits_for_a_sleeper_is_answered_when_it_wakes(tiny_llama):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    async def main():
+        limits = {"memory": MEMORY, "max_batch_size": 4, "max_seq_len": 64, "fence": False}
+        async with AsyncLLM(str(tiny_llama), **limits) as llm:
+            (wanted,) = await llm.generate([[1, 2, 3, 4]], params)
+            await llm.sleep()
+            asked = asyncio.ensure_future(llm.generate([[1, 2, 3, 4]], params))
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            await llm.wake()
+            (found,) = await asked
+            return wanted, found
+
+    wanted, found = asyncio.run(main())
+    assert found.samples[0].token_ids == wanted.samples[0].token_ids
 
 
 # -- the host tier

@@ -14,6 +14,7 @@ from tonnage.engine.calls import Ask, Conversation, Output, Params, Prompt
 from tonnage.engine.core import Engine
 from tonnage.engine.request import Delta, Progress
 from tonnage.engine.settings import Options, engine_options
+from tonnage.engine.sleep import Slept
 from tonnage.engine.worker import Inbox, Worker
 from tonnage.errors import UserError
 from tonnage.ledger import Ledger
@@ -105,6 +106,15 @@ class AsyncLLM:
         """What has happened since start-up, with plan and ledger."""
         result: RunResult = await self._read(Engine.result)
         return result
+
+    async def sleep(self, *tags: str) -> Slept:
+        """As ``LLM.sleep``; what is open, and what is asked meanwhile, waits until ``wake``."""
+        slept: Slept = await self._read(lambda engine: engine.sleep(*tags))
+        return slept
+
+    async def wake(self, *tags: str) -> None:
+        """As ``LLM.wake``."""
+        await self._read(lambda engine: engine.wake(*tags))
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()

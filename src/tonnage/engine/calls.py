@@ -221,6 +221,11 @@ class Desk:
     def has_work(self) -> bool:
         return self.engine.has_work
 
+    @property
+    def can_step(self) -> bool:
+        """There is work, and the engine is awake."""
+        return self.engine.has_work and not self.engine.is_asleep
+
     def open(
         self,
         name: str,

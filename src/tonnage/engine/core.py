@@ -211,6 +211,11 @@ class Engine:
         """The tags that sleep now."""
         return self._sleeper.asleep
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether something sleeps without which no step runs."""
+        return self._sleeper.is_asleep
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """One step at a time: two threads, or a callback that steps, would see each other's requests half moved."""

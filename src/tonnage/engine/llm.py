@@ -13,6 +13,7 @@ from tonnage.engine import calls
 from tonnage.engine.calls import Ask, Call, Conversation, Desk, Output, Params, Prompt
 from tonnage.engine.request import Delta, Progress
 from tonnage.engine.settings import Options, engine_options
+from tonnage.engine.sleep import Slept
 from tonnage.engine.startup import start
 from tonnage.ledger import Ledger
 from tonnage.report import RunResult
@@ -100,6 +101,17 @@ class LLM:
     def result(self) -> RunResult:
         """What has happened since start-up, with plan and ledger."""
         return self._open_desk().engine.result()
+
+    def sleep(self, *tags: str) -> Slept:
+        """Give memory back and keep what is open, as ``Engine.sleep``: "weights", "kv", "graphs", or all of them.
+
+        What is asked meanwhile raises ``UserError`` when it would have to compute.
+        """
+        return self._open_desk().engine.sleep(*tags)
+
+    def wake(self, *tags: str) -> None:
+        """Have it back. Raises ``CannotMaterialize`` where the device lacks the memory now: call it again later."""
+        self._open_desk().engine.wake(*tags)
 
     def close(self) -> None:
         """Cancel what is open and give the memory back; idempotent."""

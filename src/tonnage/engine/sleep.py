@@ -89,6 +89,10 @@ class Sleeper:
             self._runtime.recapture()
             self.asleep -= {GRAPHS}
 
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self.asleep & NEEDED)
+
     def require_awake(self) -> None:
         """Raises ``UserError`` where no step can run."""
         if sleeping := self.asleep & NEEDED:

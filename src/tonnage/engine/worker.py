@@ -137,7 +137,7 @@ class Worker:
     def _serve(self, desk: Desk) -> None:
         """Returns when it is told to close; raises what the engine raises."""
         while True:
-            job = self._next_job(wait=not desk.has_work)
+            job = self._next_job(wait=not desk.can_step)
             if job is None:
                 desk.step()
             elif job.run is None:
