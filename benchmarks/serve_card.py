@@ -1,7 +1,8 @@
 """What an engine on a card gives: output tokens a second, prefill, one sequence alone; beside the limit of the card.
 
 ``tonnage bench`` with the shape of ``card_runs``, and a peer's figures on the same card beside it. Random token ids,
-greedy, ends ignored, no prefix cache. ``--runs`` times each, all samples filed.
+greedy, ends ignored, no prefix cache. ``--runs`` times each: what is filed has the figures of every run, and the gaps
+between tokens of all requests with ``--samples`` only, for they are tens of megabytes.
 
     python benchmarks/serve_card.py alone prefill mix even arrivals --output benchmarks/results/serve-card.json
 """
@@ -31,6 +32,7 @@ def main() -> int:
     options.add_argument("--attention", default="auto")
     options.add_argument("--no-compile", action="store_true")
     options.add_argument("--graphs", default=None, help="batch sizes between commas, or none")
+    options.add_argument("--samples", action="store_true", help="file the times of every token, too")
     options.set_defaults(device="cuda")
     asked = options.parse_args()
     names = list(dict.fromkeys(asked.workloads))
@@ -40,6 +42,9 @@ def main() -> int:
     for flag, value in (("--graphs", asked.graphs), ("--rate", asked.rate)):
         flags += [] if value is None else [flag, value]
     code, document = tonnage("bench", *flags)
+    for series in document["series"] if not asked.samples else ():
+        for run in series["runs"]:
+            del run["samples"]
     peers = {}
     for name, series in zip(names, document["series"], strict=False):  # an interrupted one has fewer
         counted = COUNTED.get(name, "output_tokens")
