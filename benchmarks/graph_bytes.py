@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from card_runs import LLAMA_8B
 from filing import file_away, parser
-from serve_card import LLAMA_8B
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import EngineOptions, start
 from tonnage.terms import LineKind

@@ -35,9 +35,11 @@ def main() -> int:
     options.add_argument("--samples", action="store_true", help="file the times of every token, too")
     options.set_defaults(device="cuda")
     asked = options.parse_args()
+    if asked.runs < 2:
+        options.error("a median wants at least two runs")
     names = list(dict.fromkeys(asked.workloads))
     flags = ["--device", asked.device, "--attention", asked.attention, "--no-prefix-caching"]
-    flags += ["--workload", ",".join(WORKLOADS[name] for name in names), "--runs", str(max(2, asked.runs))]
+    flags += ["--workload", ",".join(WORKLOADS[name] for name in names), "--runs", str(asked.runs)]
     flags += ["--no-compile"] if asked.no_compile else []
     for flag, value in (("--graphs", asked.graphs), ("--rate", asked.rate)):
         flags += [] if value is None else [flag, value]
@@ -49,7 +51,7 @@ def main() -> int:
     for name, series in zip(names, document["series"], strict=False):  # an interrupted one has fewer
         counted = COUNTED.get(name, "output_tokens")
         median = series["median_per_second"][counted]
-        if name in PEER:
+        if name in PEER and median is not None:
             peers[name] = {"counted": counted, "median": median, "of_vllm": round(median / PEER[name], 3)}
             print(
                 f"{name:10s} {median:>10,.0f} {counted.replace('_', ' ')} a second, {median / PEER[name]:.2f} of vLLM"

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from card_runs import LLAMA_8B
 from filing import file_away, parser
-from serve_card import LLAMA_8B
 from tonnage.config import LimitKnobs, Setting
 from tonnage.engine import Engine, EngineOptions, start
 from tonnage.sampling import SamplingParams
@@ -52,11 +52,13 @@ def profiled(engine: Engine, steps: int) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
+    before = engine._steps.num_steps
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             if engine.has_work:
                 engine.step()
         torch.cuda.synchronize()
+    steps = engine._steps.num_steps - before  # as many as there were to make
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     begins, ends = [], []

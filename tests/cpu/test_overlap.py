@@ -10,6 +10,7 @@ from test_soak import CACHES, SETTINGS, STUB, TIERED, TIGHT, soaked
 from tonnage.caching import CacheParams
 from tonnage.engine import Finish, start
 from tonnage.engine.mishaps import Mishaps
+from tonnage.engine.runtime import DeviceRuntime
 from tonnage.engine.stub import stub_engine
 from tonnage.errors import UserError
 from tonnage.sampling import SamplingParams
@@ -136,6 +137,37 @@ def test_an_engine_closes_in_the_middle(tiny_llama):
     assert not engine.has_work
     with pytest.raises(UserError):
         engine.step()
+
+
+def test_a_launch_that_fails_takes_nothing_of_the_step_before_it(tiny_llama, monkeypatch):
+    with start(options(tiny_llama, overlap=True)) as engine:
+        ask(engine, "whole", length=9, max_tokens=6)
+        (whole,) = drain(engine)
+        heard = []
+        ask(engine, "r", length=9, max_tokens=20, stop_token_ids=(whole.token_ids[3],), on_delta=heard.append)
+        for _ in range(4):
+            engine.step()  # the token that ends it is drawn, and nobody has looked
+        monkeypatch.setattr(DeviceRuntime, "launch", lambda *_: 1 / 0)
+        (done,) = engine.step()
+        assert (done.finish_reason, done.token_ids) == (Finish.STOP, whole.token_ids[:4])
+        assert sum(len(delta.tokens) for delta in heard) == 4
+
+
+def test_who_must_land_first_is_still_a_step_ahead():
+    with stub_engine(kv_tokens=512, max_seq_len=256, max_batch_size=32, overlap=True) as engine:
+        for i in range(40):
+            params = SamplingParams(max_tokens=5 + 15 * (i % 12), ignore_eos=True, seed=i)
+            engine.submit(engine.request(f"r{i}", params, token_ids=[1 + i] * (10 + i)))
+        for _ in range(50):
+            engine._runtime.managers.admission.finished(1)
+        ahead = []
+        while engine.has_work:
+            before = engine.progress().num_suspensions
+            engine.step()
+            if engine.progress().num_suspensions > before:
+                ahead.append(len(engine._steps.flights))
+        assert ahead
+        assert set(ahead) == {1}
 
 
 # -- under load, judged by the oracle and by the contents of every block

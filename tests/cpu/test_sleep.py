@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 
 import pytest
 from test_engine import MEMORY, ask, assert_idle, drain, options, reference, texts
@@ -13,7 +14,7 @@ from tonnage.device.fault import FaultDriver
 from tonnage.device.host import HostDriver
 from tonnage.engine import Finish, start
 from tonnage.engine.stub import stub_engine
-from tonnage.errors import CannotMaterialize, InvalidSetting, UserError
+from tonnage.errors import CannotMaterialize, DriverError, InvalidSetting, RangePoisoned, UserError
 from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
@@ -98,11 +99,12 @@ def test_who_is_asleep_takes_requests_and_gives_them_up(engine):
     engine.sleep()
     ask(engine, "waits", length=8, max_tokens=3)
     engine.cancel("runs")
+    (cancelled,) = engine.step()  # an end is told, asleep or not
+    assert (cancelled.request_id, cancelled.finish_reason) == ("runs", Finish.CANCELLED)
     with pytest.raises(UserError, match="call wake"):
         engine.step()
     engine.wake()
-    done = {one.request_id: one.finish_reason for one in drain(engine)}
-    assert done == {"runs": Finish.CANCELLED, "waits": Finish.LENGTH}
+    assert {one.request_id: one.finish_reason for one in drain(engine)} == {"waits": Finish.LENGTH}
 
 
 def test_pins_keep_the_cache_awake(engine):
@@ -146,6 +148,57 @@ def test_a_wake_without_memory_changes_nothing_and_may_be_repeated(tiny_llama):
         engine.wake()
         (done,) = drain(engine)
         assert done.finish_reason is Finish.LENGTH
+
+
+def test_a_release_that_fails_half_way_leaves_nothing_that_anybody_touches(tiny_llama):
+    drivers = []
+
+    def faulty(capacity):
+        drivers.append(FaultDriver(HostDriver(capacity)))
+        return drivers[0]
+
+    engine = start(options(tiny_llama), make_driver=faulty)
+    ask(engine, "r", length=20, max_tokens=10)
+    for _ in range(4):
+        engine.step()
+    drivers[0].arm(1, forever=True, calls=frozenset({"unmap"}))
+    with pytest.raises(DriverError):
+        engine.sleep("weights", "kv")
+    drivers[0].arm(None)
+    assert engine.asleep == {"weights", "kv"}
+    with pytest.raises(UserError, match="asleep"):
+        engine.step()
+    with pytest.raises(RangePoisoned):
+        engine.wake()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # what could not be unmapped stays
+        engine.close()
+
+
+def test_a_device_without_virtual_memory_keeps_its_cache_when_it_is_refused(tiny_llama):
+    with start(options(tiny_llama, static_pool=True)) as engine:
+        ask(engine, "r", length=40, max_tokens=20)
+        for _ in range(4):
+            engine.step()
+        before = engine.stats()
+        with pytest.raises(UserError, match="no virtual memory"):
+            engine.sleep()
+        assert (engine.stats(), engine.asleep, engine.progress().num_running) == (before, frozenset(), 1)
+
+
+def test_who_ends_when_it_falls_asleep_is_told_before_it_wakes(tiny_llama):
+    with start(options(tiny_llama, overlap=True)) as engine:
+        ask(engine, "r", length=8, max_tokens=2)
+        for _ in range(2):
+            engine.step()
+        engine.sleep()
+        assert engine.has_ended
+        (done,) = engine.step()
+        assert done.finish_reason is Finish.LENGTH
+        with pytest.raises(UserError, match="asleep"):
+            engine.step()
+        engine.wake()
+        assert not engine.has_work
 
 
 def test_a_sleeper_closes(tiny_llama):

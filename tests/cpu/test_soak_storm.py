@@ -353,6 +353,8 @@ def test_every_failure_of_torchs_allocator_counts(monkeypatch):
 class Paper:
     """A neighbour made of paper."""
 
+    is_silent = False
+
     def __init__(self, room_bytes):
         self.room_bytes = room_bytes
         self.num_bytes = self.num_taken = self.most_bytes = 0

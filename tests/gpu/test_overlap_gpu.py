@@ -115,10 +115,11 @@ def test_an_engine_sleeps_and_wakes_to_the_same_text(asked):
 
     with start(asked) as engine:
         wanted = served(engine, rounds=1)
+        late = SamplingParams(max_tokens=30, ignore_eos=True)
+        engine.submit(engine.request("late", late, token_ids=[*range(40)]))
+        (undisturbed,) = [one for _ in range(60) if engine.has_work for one in engine.step()]
         for nap, tags in enumerate(NAPS):
-            engine.submit(
-                engine.request(f"late {nap}", SamplingParams(max_tokens=30, ignore_eos=True), token_ids=[*range(40)])
-            )
+            engine.submit(engine.request(f"late {nap}", late, token_ids=[*range(40)]))
             for _ in range(9):
                 engine.step()
             before = free()
@@ -127,10 +128,8 @@ def test_an_engine_sleeps_and_wakes_to_the_same_text(asked):
             assert held > 0
             assert free() - before == pytest.approx(held, abs=4 * MiB)
             engine.wake(*tags)
-            late = {}
-            while engine.has_work:
-                late |= {one.request_id: one for one in engine.step()}
-            assert late[f"late {nap}"].finish_reason is Finish.LENGTH
+            (woken,) = [one for _ in range(60) if engine.has_work for one in engine.step()]
+            assert woken.token_ids == undisturbed.token_ids
             replays = num_replays(engine)
             assert_same(served(engine, rounds=1), wanted)
             assert num_replays(engine) > replays

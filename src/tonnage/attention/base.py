@@ -76,6 +76,12 @@ class Rows:
         assert made.offsets.tolist() == [row.offset for row in rows]
         return made
 
+    @classmethod
+    def nobody(cls, num_groups: int) -> Rows:
+        """No rows, with tables for so many groups of layers."""
+        none, table = np.zeros(0, np.int64), np.zeros((1, 1), np.int32)
+        return cls(starts=none, ends=none, table=table, slots=none, further=[table] * (num_groups - 1))
+
     def __len__(self) -> int:
         return self.starts.size
 

@@ -157,6 +157,10 @@ class FlashInferBackend:
             # A graph holds the offsets of the plan it was captured with, and no others.
             assert plan.layout == captured.layout, f"{plan.layout} is not the captured {captured.layout}"
 
+    def rest(self, inputs: FlashInferInputs, num_rows: int) -> None:
+        """Every row is padding from now on, until the next ``load``."""
+        self.load(inputs, Rows.nobody(self._pages.num_groups), num_rows)
+
     def captured(self, inputs: FlashInferInputs, num_rows: int, scratch: StepScratch) -> FlashInferStep:
         """The step of a graph for ``num_rows`` rows: it reads ``inputs`` and nothing of the host.
 

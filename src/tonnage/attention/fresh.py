@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -49,7 +50,10 @@ def runs_of(rows: Sequence[tuple[int, int]]) -> list[Run]:
 
 def attend(run: Run, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float) -> torch.Tensor:
     """Each prompt to itself, causally; query, key and value [1, heads, T, D]. Returns [num, length, Hq, D]."""
-    found = scaled_dot_product_attention(
-        run.of(query), run.of(key), run.of(value), is_causal=True, scale=scaling, enable_gqa=True
-    )
+    # Not cuDNN's, which torch would rather take on a card: it builds a plan for every shape that it has not met, and a
+    # step with a prompt of a new length would wait for that.
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        found = scaled_dot_product_attention(
+            run.of(query), run.of(key), run.of(value), is_causal=True, scale=scaling, enable_gqa=True
+        )
     return found.transpose(1, 2)

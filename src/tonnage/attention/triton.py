@@ -191,6 +191,10 @@ class TritonBackend:
         """Write a step of decodes for the next replay of the graph of ``num_rows``, on the current stream."""
         inputs.load(rows, self._slots(rows), block_tokens=self.block_tokens)
 
+    def rest(self, inputs: StaticInputs, num_rows: int) -> None:
+        """Every row is padding from now on, until the next ``load``."""
+        self.load(inputs, Rows.nobody(self._pages.num_groups), num_rows)
+
     def captured(self, inputs: StaticInputs, num_rows: int, scratch: StepScratch) -> TritonStep:
         """The step of a graph for ``num_rows`` rows: it reads ``inputs`` and nothing of the host.
 
@@ -252,7 +256,7 @@ class TritonBackend:
                 for run in step.prefill.fresh:
                     found = attend(run, query, key, value, scaling=scaling)
                     if run.num * run.length == out.shape[0]:
-                        return found.reshape(1, *out.shape)
+                        return found.reshape(1, *out.shape).contiguous()
                     out[run.begin : run.end].view(found.shape).copy_(found)
             if num_blocks:
                 self._prefill(step.prefill, step.prefill.tables[group], num_blocks, pages, query, out, wanted)

@@ -105,7 +105,7 @@ class Adversary:
             return
         wanted = round_down(self._most_lent_bytes * hundredths // 100, PAGE_BYTES)
         wanted = min(wanted, self._most_lent_bytes - self._neighbour.num_bytes)
-        if wanted > 0 and not self._neighbour.take(wanted):
+        if wanted > 0 and not self._neighbour.take(wanted) and not self._neighbour.is_silent:
             held = format_bytes(self._neighbour.num_bytes)
             self._tell("free", f"another process holds {held} and is refused {format_bytes(wanted)} within keep_free")
 

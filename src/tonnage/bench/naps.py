@@ -48,6 +48,8 @@ class Naps:
         self._engine.wake(*self._tags)
 
     def _check_refuses(self) -> None:
+        if self._engine.has_ended:
+            return  # that it tells all the same
         try:
             self._engine.step()
         except UserError:

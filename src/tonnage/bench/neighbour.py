@@ -53,6 +53,7 @@ def serve(card: Card, lines: Iterable[str], out: IO[str]) -> None:
 
 class Neighbour:
     """The process, from the caller's side; a context manager. ``num_taken`` counts, ``num_bytes`` is what it holds now.
+    ``is_silent``: it has died, or did not answer in time.
 
     Raises ``UserError`` where it does not come up.
     """
@@ -69,6 +70,7 @@ class Neighbour:
             start_new_session=True,  # a Ctrl-C is for the soak, which then ends it
         )
         self.num_bytes = self.num_taken = self.most_bytes = 0
+        self.is_silent = False
         if self._answer() != READY:
             self.close()
             raise UserError(
@@ -104,6 +106,8 @@ class Neighbour:
             self._child.stdout.close()
 
     def _ask(self, line: str) -> str:
+        if self.is_silent:
+            return ""
         assert self._child.stdin is not None
         try:
             print(line, file=self._child.stdin, flush=True)
@@ -112,11 +116,14 @@ class Neighbour:
         return self._answer()
 
     def _answer(self) -> str:
-        """One line; "" where none comes in time or ever. It writes no line without being asked, so none is buffered."""
+        """One line; "" where none comes in time or ever: then it is asked no more, since what comes late would answer
+        the next question. It writes no line without being asked, so none is buffered."""
         assert self._child.stdout is not None
-        if not select.select([self._child.stdout], [], [], self._patience_s)[0]:
-            return ""
-        return self._child.stdout.readline().strip()
+        line = ""
+        if select.select([self._child.stdout], [], [], self._patience_s)[0]:
+            line = self._child.stdout.readline().strip()
+        self.is_silent = not line
+        return line
 
     def __enter__(self) -> Neighbour:
         return self

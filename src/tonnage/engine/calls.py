@@ -223,8 +223,8 @@ class Desk:
 
     @property
     def can_step(self) -> bool:
-        """There is work, and the engine is awake."""
-        return self.engine.has_work and not self.engine.is_asleep
+        """There is work, and the engine is awake; or somebody's end to tell."""
+        return self.engine.has_ended or (self.engine.has_work and not self.engine.is_asleep)
 
     def open(
         self,

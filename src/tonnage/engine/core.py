@@ -158,10 +158,12 @@ class Engine:
         A step that runs out of memory is rolled back and tried once more, smaller, and counted as a defect. Any other
         failure, or a second one, fails the requests of that step, and the engine goes on.
         ``KeyboardInterrupt`` comes after the step; what it finished is then returned by the next call.
-        Raises ``UserError`` if another thread is in a step, or this one is, and while weights or KV sleep.
+        Raises ``UserError`` if another thread is in a step, or this one is, and while weights or KV sleep, but for
+        requests that have ended: those are told.
         """
         self._require_open()
-        self._sleeper.require_awake()
+        if self.is_asleep:
+            return self._ended_asleep()
         began = time.monotonic_ns()
         with deferred_interrupts(), self._alone(), self._runtime.active():
             try:
@@ -172,6 +174,17 @@ class Engine:
             finally:
                 self._serving_ns += time.monotonic_ns() - began
             self._endings.complete_all()
+        return self._told()
+
+    def _ended_asleep(self) -> list[Completion]:
+        """Of those that had ended before, or were cancelled. Raises ``UserError`` if there are none."""
+        with deferred_interrupts(), self._alone():
+            self._endings.complete_all()
+        if not self._endings.completions:
+            self._sleeper.require_awake()
+        return self._told()
+
+    def _told(self) -> list[Completion]:
         done = self._endings.completions
         self._ids.difference_update(one.request_id for one in done)
         # On one line: an interrupt comes before it and they stay for the next call, or after it and they are told.
@@ -203,13 +216,18 @@ class Engine:
         Raises ``CannotMaterialize`` where the device lacks the memory now: nothing has changed, call it again.
         """
         self._require_open()
-        with deferred_interrupts(), self._alone(), self._runtime.active():
+        with deferred_interrupts(), self._alone():
             self._sleeper.wake(tags)
 
     @property
     def asleep(self) -> frozenset[str]:
         """The tags that sleep now."""
         return self._sleeper.asleep
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``step`` has somebody's end to tell, asleep or not."""
+        return bool(self._endings.done or self._endings.completions)
 
     @property
     def is_asleep(self) -> bool:

@@ -84,7 +84,12 @@ class CudaSite(Site):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream), self._steps.used():
+        with self.capturing(), self._steps.used():
+            yield
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream):
             yield
 
     def identity(self) -> dict[str, str]:

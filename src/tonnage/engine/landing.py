@@ -70,7 +70,8 @@ class Landing:
         """
         running, batch = self._scheduler.running, self._scheduler.batch
         here = {request_id: running[request_id] for request_id in flight.request_ids(batch)}
-        self.num_generated += sum(map(here.__contains__, outcome.request_ids))
+        told = zip(outcome.request_ids, outcome.finite, strict=True)
+        self.num_generated += sum(request_id in here and is_finite for request_id, is_finite in told)
         ended, deltas = take(outcome, here)
         for request in ended:
             self._endings.end(request)

@@ -92,6 +92,10 @@ class PlanFile:
             ) from None
 
 
+#: How much cuBLAS takes for its workspaces, of torch's memory.
+_WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+
+
 def key_of(target: Target, site: Site) -> dict[str, str]:
     """All that a start's figures depend on. What was asked about money is not among it: that is arithmetic."""
     options, config, limits = target.options, target.config, target.limits
@@ -113,7 +117,7 @@ def key_of(target: Target, site: Site) -> dict[str, str]:
         **{f"limits.{f.name}": str(getattr(limits, f.name)) for f in fields(limits)},
         **site.identity(),
     }
-    variables = {name: os.environ[name] for name in (*VARIABLES, NO_CACHE) if name in os.environ}
+    variables = {name: os.environ[name] for name in (*VARIABLES, NO_CACHE, *_WORKSPACES) if name in os.environ}
     return found | variables
 
 

@@ -8,7 +8,7 @@ which what the device gave really grew. The second holds what kernels take insid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -23,7 +23,7 @@ from tonnage.engine.picked import Scheduled
 from tonnage.engine.request import Request
 from tonnage.engine.site import Site, StepPeak
 from tonnage.layout import KVLayout
-from tonnage.resources.base import RequestView
+from tonnage.resources.base import ProbeRequest, RequestView
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.kv import KVManager
 from tonnage.sampling import SamplingParams
@@ -69,6 +69,9 @@ class Prober:
         """First calls of every kernel, so that one-off library buffers are not taken for transients."""
         for stage in STAGES:
             self._run(stage, lambda launch: launch())
+        if self._site.is_capped_by_use:
+            for views in self._mixtures():
+                self._run_step(self._requests(views, SamplingParams()), lambda launch: launch())
 
     def measure(self) -> tuple[StagePeak, ...]:
         """The peak of each stage, in bytes of tensors and in bytes of growth, both rounded up to a MiB.
@@ -95,10 +98,22 @@ class Prober:
 
     def _run(self, stage: str, under: Callable[[Callable[[], object]], object]) -> StepPlan:
         """One step of the stage; ``under`` is given its launch, to watch it."""
-        requests = [
-            _request(view, self._params(stage))
-            for view in self._held_by_pool(_named_by(self._managers.kv, stage, self._limits))
-        ]
+        requests = self._requests(_named_by(self._managers.kv, stage, self._limits), self._params(stage))
+        return self._run_step(requests, under)
+
+    def _mixtures(self) -> Iterator[Sequence[RequestView]]:
+        """Steps that no stage shows, and kernels are compiled for: a short prompt beside one decode and beside as many
+        as a step takes, and a token alone."""
+        decodes = _named_by(self._managers.kv, "decode", self._limits)
+        prompt = ProbeRequest(id="probe-prompt", num_prompt_tokens=2, max_total_tokens=3)
+        most = min(self._limits.max_batch_size - 1, self._limits.max_num_tokens - 2)
+        yield from ([prompt, *decodes[:num]] for num in sorted({1, most}) if 0 < num <= most)
+        yield [ProbeRequest(id="probe-token", num_prompt_tokens=1, max_total_tokens=2)]
+
+    def _requests(self, views: Sequence[RequestView], params: SamplingParams) -> list[Request]:
+        return [_request(view, params) for view in self._held_by_pool(views)]
+
+    def _run_step(self, requests: Sequence[Request], under: Callable[[Callable[[], object]], object]) -> StepPlan:
         with self._managers.dispatcher.holding(requests):
             scheduled, batch = self._scheduled(requests)
             txn = Txn()

@@ -53,10 +53,13 @@ class Runtime(Protocol):
     def drain(self) -> None:
         """After a step that ran out of memory: wait for the device and give back what nobody holds."""
 
+    def require_sleepable(self) -> None:
+        """Raises ``UserError`` where memory cannot be given back and come again at its address."""
+
     def release(self, tags: Collection[str]) -> Mapping[str, int]:
         """Give the memory of "weights" and "kv" back; returns the bytes of each. Nobody holds a block, no step runs.
 
-        Raises ``UserError`` where the device cannot, and whatever a release raises: everything is as before then.
+        Raises whatever a release raises: everything is as before then, but after a ``DriverError``, when some is gone.
         """
 
     def materialize(self, tags: Collection[str]) -> None:
@@ -111,6 +114,9 @@ class DeviceRuntime:
     def settle(self, phase: str) -> None:
         self.site.settle(phase)
 
+    def require_sleepable(self) -> None:
+        self.site.require_sleepable()
+
     def release(self, tags: Collection[str]) -> Mapping[str, int]:
         return self.site.release(tags)
 
@@ -122,7 +128,9 @@ class DeviceRuntime:
         return 0 if graphs is None else self.site.dropped(graphs.clear)
 
     def recapture(self) -> None:
-        if (graphs := self.executor.graphs) is not None:
+        if (graphs := self.executor.graphs) is None:
+            return
+        with self.site.capturing():
             graphs.warm_up()
             self.site.captured(graphs.capture)
 

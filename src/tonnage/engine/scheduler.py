@@ -241,9 +241,9 @@ class Scheduler:
                 break
             slots.append(request.slot)
             counts.append(count)
-        oldest = min(prefills, key=lambda request: request.arrival)
+        rows, oldest = self._make_room(rows.plus(slots, counts)), min(prefills, key=lambda one: one.arrival)
         oldest.num_overtaken += oldest.slot not in slots
-        return self._make_room(rows.plus(slots, counts))
+        return rows
 
     def _starves(self, prefills: list[Request], rows: Picked) -> bool:
         """Whether a running prompt was passed too often and got nothing again: it may be too long for what is left of a

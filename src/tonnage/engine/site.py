@@ -76,6 +76,10 @@ class Site(ABC):
         """Around whatever asks torch for something: its work then goes to our device and stream."""
         return nullcontext()
 
+    def capturing(self) -> AbstractContextManager[object]:
+        """As ``active``, around captures: what they need is not a step's."""
+        return self.active()
+
     @abstractmethod
     def identity(self) -> dict[str, str]:
         """What of the device the figures of a start depend on, by name."""
@@ -106,18 +110,19 @@ class Site(ABC):
         self._arenas.append(arena)
         return arena
 
-    def release(self, tags: Collection[str]) -> dict[str, int]:
-        """Give back the memory of the arenas with these tags, at their addresses; returns the bytes of each tag.
-
-        Raises ``UserError`` on a device without virtual memory, and what ``VirtualMemory.release`` raises; everything
-        is as it was then.
-        """
-        found = self.driver.capabilities()
-        if not found.vmm:
+    def require_sleepable(self) -> None:
+        """Raises ``UserError`` on a device without virtual memory."""
+        if not self.driver.capabilities().vmm:
             raise UserError(
                 f"This engine cannot sleep: {self.driver.name} has no virtual memory to give back",
                 remedy="close the engine, and start it again later",
             )
+
+    def release(self, tags: Collection[str]) -> dict[str, int]:
+        """Give back the memory of the arenas with these tags, at their addresses; returns the bytes of each tag.
+
+        Raises what ``VirtualMemory.release`` raises.
+        """
         freed = {tag: sum(arena.usable_bytes for arena in self._arenas if arena.tag == tag) for tag in tags}
         self.finish()
         self.stream.device.virtual.release(*tags)

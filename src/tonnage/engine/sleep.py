@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tonnage.engine.faults import culprit, release_frames
 from tonnage.engine.runtime import Runtime
 from tonnage.engine.scheduler import Scheduler
 from tonnage.engine.site import KV, WEIGHTS
-from tonnage.errors import InvalidSetting, UserError
+from tonnage.errors import DriverError, InvalidSetting, UserError
 from tonnage.units import shown
 
 GRAPHS = "graphs"
@@ -53,19 +54,21 @@ class Sleeper:
     def sleep(self, tags: tuple[str, ...]) -> Slept:
         """No step is under way. What sleeps already stays so; no tags are all of them.
 
-        Raises ``InvalidSetting`` for an unknown tag, ``UserError``, with nothing changed, while pins hold blocks of
-        the KV cache, and what a release raises: running requests may have been suspended then, and nothing is lost.
+        Raises ``InvalidSetting`` for an unknown tag; ``UserError``, with nothing changed, while pins hold blocks of
+        the KV cache and on a device without virtual memory; and what a release raises: running requests have been
+        suspended then and the cache is empty, but no request and no weight is lost. After a ``DriverError`` some of
+        the memory may be gone: it counts as asleep, and a wake brings back what can be.
         """
         asked = _checked(tags) - self.asleep
         freed: dict[str, int] = {}
-        if KV in asked:
-            self._vacate()
+        if memory := asked & NEEDED:
+            self._runtime.require_sleepable()
+            if KV in memory:
+                self._vacate()
+            freed |= self._release(memory)
         if GRAPHS in asked:
             freed[GRAPHS] = self._runtime.drop_graphs()
             self.asleep |= {GRAPHS}
-        if memory := asked & NEEDED:
-            freed |= self._runtime.release(memory)
-            self.asleep |= memory
         left, own_bytes = self._runtime.holdings()
         return Slept(freed_bytes=freed, left=left, own_bytes=own_bytes)
 
@@ -73,7 +76,7 @@ class Sleeper:
         """What is awake stays so; no tags are all. Weights and KV first: graphs are captured over both.
 
         Raises ``CannotMaterialize``, with everything as it was, where the device has not the memory now, and
-        ``UserError`` for graphs without what they run over.
+        ``UserError`` for graphs without what they run over, or without memory to capture them: they sleep on then.
         """
         asked = _checked(tags) & self.asleep
         memory = asked & NEEDED
@@ -86,8 +89,17 @@ class Sleeper:
             self._runtime.materialize(memory)
             self.asleep -= memory
         if GRAPHS in asked:
-            self._runtime.recapture()
+            self._recapture()
             self.asleep -= {GRAPHS}
+
+    def _release(self, memory: frozenset[str]) -> Mapping[str, int]:
+        try:
+            freed = self._runtime.release(memory)
+        except DriverError:
+            self.asleep |= memory  # unmapping failed half way: nobody may touch any of it
+            raise
+        self.asleep |= memory
+        return freed
 
     @property
     def is_asleep(self) -> bool:
@@ -100,6 +112,19 @@ class Sleeper:
                 f"This engine is asleep ({', '.join(sorted(sleeping))})",
                 remedy="call wake() first; requests that are submitted meanwhile wait",
             )
+
+    def _recapture(self) -> None:
+        """Raises ``UserError`` where the device lacks the memory now: there are no graphs then, and steps run."""
+        try:
+            self._runtime.recapture()
+        except Exception as error:
+            if (who := culprit(error)) is None:
+                raise
+            release_frames(error)
+            raise UserError(
+                f"Graphs could not be captured again for want of memory ({who}); steps run without them",
+                remedy="let go of what else took the memory of the device, and wake them again",
+            ) from None
 
     def _vacate(self) -> None:
         """Nobody holds a block of the device afterwards, and none is cached there."""

@@ -73,7 +73,8 @@ class StepSegments:
             yield
         except BaseException:
             for one in self.all:
-                one.unfold()
+                if one.memory.usable_bytes:  # else it sleeps all the same
+                    one.unfold()
             raise
 
     def poll(self) -> None:

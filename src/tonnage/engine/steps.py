@@ -51,7 +51,7 @@ class Steps:
     def step(self) -> None:
         """Launch whatever is due, and land what is to be looked at."""
         self._managers.kv.cache.begin_step()
-        before = len(self.flights)
+        before = self.num_steps
         failed = self._attempt_ahead(self._care.next_limit())
         if failed is not None:
             # Out here the exception and its frames are gone, and with them the tensors of the failed step.
@@ -59,10 +59,9 @@ class Steps:
                 self._runtime.drain()
                 self._care.learn(failed)
             self.land_all()
-            before = 0
             self._attempt(failed.retry_tokens, is_last=True)
             self._fail_uncut(failed)
-        self._land_all_but(self._runtime.steps_ahead if len(self.flights) > before else 0)
+        self._land_all_but(self._runtime.steps_ahead if self.num_steps > before else 0)
 
     def _attempt_ahead(self, max_tokens: int) -> Failed | None:
         """A first attempt, ahead of what has not landed unless that must come first."""
@@ -117,6 +116,7 @@ class Steps:
             try:
                 self._land(flight)
             except Exception as error:  # noqa: BLE001 - as above: what a device says of a step comes here
+                self._managers.kv.abandon(flight.scheduled.plan)
                 self._fail(flight.request_ids(self._scheduler.batch), error)
 
     def _land(self, flight: Flight) -> None:
@@ -141,6 +141,7 @@ class Steps:
         if isinstance(error, Veto) and not is_last:
             return Failed(retry_tokens=limit)
         if who is None or is_last or not self._may_retry:
+            self.land_all()  # what was drawn before is not lost with this step
             self._fail_step(scheduled, error)
             return None
         self.culprits[who] += 1

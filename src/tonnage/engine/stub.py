@@ -261,6 +261,9 @@ class _StubRuntime:
                     found[row] = (found[row] + 1) % _VOCAB_SIZE
         return found
 
+    def require_sleepable(self) -> None:
+        """It has nothing to give back."""
+
     def release(self, tags: Collection[str]) -> Mapping[str, int]:
         """What blocks would hold is gone."""
         if self.shadow is not None and "kv" in tags:

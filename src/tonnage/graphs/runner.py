@@ -43,6 +43,8 @@ class CapturingBackend(Protocol):
     def static_inputs(self, limits: Limits) -> Any: ...
     def load(self, inputs: Any, rows: Any, num_rows: int) -> None: ...
     def captured(self, inputs: Any, num_rows: int, scratch: Any) -> Any: ...
+    def rest(self, inputs: Any, num_rows: int) -> None:
+        """Every row is padding from now on, until the next ``load``."""
 
 
 class DecodeGraphs:
@@ -78,14 +80,23 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run every bucket once, so that nothing is compiled or allocated for the first time by its capture."""
+        """Run every bucket once, so that nothing is compiled or allocated for the first time by its capture. All rows
+        are padding: whoever was in the inputs, no page is written to."""
         for size in reversed(self.sizes):
+            self._backend.rest(self._inputs, size)
             self._run(size)
         torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Largest first, all in one pool."""
+        """Largest first, all in one pool. Where one fails there are none."""
+        try:
+            self._capture_all()
+        except BaseException:
+            self.clear()
+            raise
+
+    def _capture_all(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             graph = torch.cuda.CUDAGraph()

@@ -94,8 +94,6 @@ class KVManager:
         self._in_flight: dict[StepPlan, Prepared] = {}
         self._closed = False
 
-    # How much there is, and how much a request needs.
-
     def capacity(self) -> int:
         return self.cache.capacity
 
@@ -145,8 +143,6 @@ class KVManager:
     def num_bytes(self) -> int:
         """Bytes of the page tables and the cache's bookkeeping: what ``claims`` said."""
         return self._tables.num_bytes + self.cache.num_bytes
-
-    # The page table.
 
     @property
     def tables(self) -> Mapping[int, Ids]:
@@ -292,6 +288,10 @@ class KVManager:
         self._holdings.store_due(rows)
         for group, window in self._needs.windows:
             self._holdings.cut_window(group, window, rows)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """The step never lands: who is in it is freed."""
+        self._in_flight.pop(plan, None)
 
     def free(self, request_id: str, *, keep_cached: bool = True, pin_on_release: bool = False) -> PinHandle | None:
         """Give everything back, whatever it raises. What was computed stays in the cache, the last partial block too.
