@@ -17,7 +17,6 @@ from tonnage.bench.adversary import FLOOR_BYTES, Adversary
 from tonnage.bench.neighbour import Neighbour
 from tonnage.bench.soak import Soak
 from tonnage.bench.watch import free_watch
-from tonnage.cli.app import main
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import EngineOptions, start
 from tonnage.units import GiB, MiB
@@ -109,6 +108,8 @@ def test_soak_and_bench_as_commands(folder, tmp_path):
     (bare / "config.json").write_text((folder / "config.json").read_text())
     card = "--device cuda --random-weights --no-compile --graphs 1,2,4,8 --attention triton --dtype bfloat16"
     limits = "--max-seq-len 400 --max-batch-size 8 --max-num-tokens 256 --kv-tokens 4096"
+    from tonnage.cli.app import main
+
     kept = tmp_path / "soak.json"
     flags = [*card.split(), *limits.split(), "--output", str(kept)]
     assert main(["soak", str(bare), *flags, "--requests", "300"]) == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 
 from tonnage.buffers.torch_copies import Download
@@ -35,6 +35,23 @@ class Tile:
     finite: torch.Tensor
 
 
+class _Lists:
+    """Tensors as nested lists, once they are here. On the host they are at once, and the tensors go: small ones that
+    stay between the large ones of a step keep the heap from using their room again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._download: Download | None = Download(tensors)
+        self._found: list[Any] = []
+        if not any(tensor.is_cuda for tensor in tensors):
+            self.read()
+
+    def read(self) -> list[Any]:
+        if self._download is not None:
+            self._found = [array.tolist() for array in self._download.read()]
+            self._download = None
+        return self._found
+
+
 class Alternatives:
     """The most probable tokens of some positions, ``counts[i]`` of them each; none is more than ``logits`` has."""
 
@@ -42,15 +59,15 @@ class Alternatives:
         """From float32 ``logits`` [n, V] and their log-sums ``norm`` [n, 1]."""
         self._counts = counts
         most = min(max(counts, default=0), logits.shape[1])
-        self._download: Download | None = None
+        self._lists: _Lists | None = None
         if most:
             values, ids = logits.topk(most)
-            self._download = Download([ids, values - norm])
+            self._lists = _Lists([ids, values - norm])
 
     def read(self) -> list[Top]:
-        if self._download is None:
+        if self._lists is None:
             return [()] * len(self._counts)
-        rows = zip(*(array.tolist() for array in self._download.read()), self._counts, strict=True)
+        rows = zip(*self._lists.read(), self._counts, strict=True)
         return [tuple(zip(ids[:count], logprobs[:count], strict=True)) for ids, logprobs, count in rows]
 
 
@@ -63,7 +80,7 @@ class Drawn:
         """``told`` float64 [3, rows]: tokens, log-probabilities and whether they are finite, all in one kind of number,
         of which every token and every float32 is one: a copy less. ``tops``: alternatives, and whose they are."""
         self.tokens, self._tops = tokens, tops
-        self._download = Download([told])
+        self._lists = _Lists([told])
 
     @classmethod
     def of(cls, tiles: Sequence[Tile], tops: Sequence[tuple[Sequence[int], Alternatives]]) -> Drawn:
@@ -73,16 +90,13 @@ class Drawn:
         return cls(tokens, torch.stack([tokens.double(), logprobs.double(), finite.double()]), tops)
 
     def read(self) -> Sampled:
-        (found,) = self._download.read()
+        (found,) = self._lists.read()
         tokens, logprobs, finite = found
         top: dict[int, Top] = {}
         for rows, alternatives in self._tops:
             top.update(zip(rows, alternatives.read(), strict=True))
         return Sampled(
-            tokens=tokens.astype(np.int64).tolist(),
-            logprobs=logprobs.tolist(),
-            finite=finite.astype(bool).tolist(),
-            top=top,
+            tokens=[int(token) for token in tokens], logprobs=logprobs, finite=[one == 1 for one in finite], top=top
         )
 
 
@@ -90,12 +104,11 @@ class PromptLogprobs:
     """What the model said of some tokens of a prompt."""
 
     def __init__(self, targets: torch.Tensor, logprobs: torch.Tensor, tops: Alternatives) -> None:
-        self._download, self._tops = Download([targets, logprobs]), tops
+        self._lists, self._tops = _Lists([targets, logprobs]), tops
 
     def read(self) -> list[TokenLogprobs]:
         """NaN where a row's logits are not all numbers."""
-        tokens, logprobs = self._download.read()
-        return list(map(TokenLogprobs, tokens.tolist(), logprobs.tolist(), self._tops.read()))
+        return list(map(TokenLogprobs, *self._lists.read(), self._tops.read()))
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
