@@ -57,13 +57,14 @@ def test_another_process_is_seen_while_the_engine_serves_and_its_own_steps_are_n
     watched.step()
     free = watch.lowest_free_bytes
     driver.foreign_bytes = 64 * MiB
-    until(lambda: watch.highest_foreign_bytes == 64 * MiB)
+    until(lambda: watch.highest_foreign_bytes >= 64 * MiB)
     drain(watched)
     driver.foreign_bytes = 0
-    until(lambda: watched.ledger.snapshot().foreign == 0)
+    until(lambda: watched.ledger.snapshot().foreign < MiB)  # two looks at a busy machine differ by some pages
     result = watched.result()
-    assert [event.delta for event in watched.ledger.history(owner=OTHERS)][-2:] == [64 * MiB, -64 * MiB]
-    assert result.watch.highest_foreign_bytes == 64 * MiB
+    large = [event.delta for event in watched.ledger.history(owner=OTHERS) if abs(event.delta) > 32 * MiB][-2:]
+    assert large == pytest.approx([64 * MiB, -64 * MiB], abs=MiB)
+    assert result.watch.highest_foreign_bytes == pytest.approx(64 * MiB, abs=MiB)
     assert result.watch.num_looks > 2
     assert result.watch.lowest_free_bytes <= free - 64 * MiB + 8 * MiB
     assert abs(result.snapshot.unattributed - before.unattributed) <= 8 * MiB
