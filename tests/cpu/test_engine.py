@@ -440,3 +440,11 @@ def test_cancel_on_a_closed_engine_does_nothing(tiny_llama):
     engine.cancel("whoever")
     with pytest.raises(UserError, match="closed"):
         engine.step()
+
+
+def test_triton_on_the_host_is_refused_before_the_model_is_read(tiny_llama, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    stages = []
+    with pytest.raises(InvalidSetting, match=r"attention = 'triton'.*use sdpa"):
+        start(options(tiny_llama, attention="triton"), on_stage=stages.append)
+    assert "weights" not in stages

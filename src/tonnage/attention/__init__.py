@@ -6,6 +6,8 @@ The scratch of each is declared, without torch, in ``tonnage.declarations`` unde
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 from tonnage.errors import InvalidSetting
@@ -27,6 +29,15 @@ def check_backend(name: str) -> None:
     """Raise ``InvalidSetting`` where no backend has that name: before anything is loaded for it."""
     if name not in BACKENDS:
         raise InvalidSetting("attention", name, "no such backend", remedy=f"use one of {', '.join(BACKENDS)}")
+
+
+def require_triton(device_kind: str) -> None:
+    """Raise ``InvalidSetting`` where Triton's kernels cannot run: before a byte of the model is read."""
+    remedy = "use sdpa" if device_kind == "host" else "use sdpa, or install it"
+    if importlib.util.find_spec("triton") is None:
+        raise InvalidSetting("attention", "triton", "the package triton is not installed", remedy=remedy)
+    if device_kind == "host" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InvalidSetting("attention", "triton", "runs on a CUDA device, not on cpu", remedy=remedy)
 
 
 def make_backend(name: str, pool: torch.Tensor | Pages) -> Backend:

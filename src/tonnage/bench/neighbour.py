@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Protocol
 
-from tonnage.errors import DriverOOM, UserError
+from tonnage.errors import DriverOOM, TonnageError, UserError
 
 #: Seconds for an answer; opening a context takes some.
 PATIENCE_S = 60.0
@@ -71,10 +71,10 @@ class Neighbour:
         )
         self.num_bytes = self.num_taken = self.most_bytes = 0
         self.is_silent = False
-        if self._answer() != READY:
+        if (answer := self._answer()) != READY:
             self.close()
             raise UserError(
-                "The other process of the soak cannot use the card",
+                f"The other process of the soak cannot use the card{': ' * bool(answer)}{answer}",
                 need="a second process with a context of its own on it",
                 remedy="give it that (exclusive mode?), or soak with --no-neighbour",
             )
@@ -137,7 +137,12 @@ class Neighbour:
 def main() -> None:
     from tonnage.device.cuda import CudaDriver
 
-    serve(CudaDriver(int(sys.argv[1])), sys.stdin, sys.stdout)
+    try:
+        card = CudaDriver(int(sys.argv[1]))
+    except TonnageError as error:
+        print(" ".join(str(error).split()), flush=True)  # for whoever asked; a traceback would be nobody's
+        return
+    serve(card, sys.stdin, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tonnage.attention import check_backend
+from tonnage.attention import check_backend, require_triton
 from tonnage.attention.choice import choose
 from tonnage.attention.flashinfer_modules import refuse_missing_modules, refuse_other_devices, variants_of
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
@@ -71,6 +71,8 @@ class Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
         check_backend(options.attention_backend)
+        if options.attention == "triton":
+            require_triton(options.device_kind)
         captures = options.device_kind == "cuda" and options.attention_backend in CAPTURING
         refuse_planned_only(options.knobs, options.limit_knobs)
         if options.reference is not None:
