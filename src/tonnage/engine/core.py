@@ -201,7 +201,8 @@ class Engine:
         """Give memory back and keep every request: ``weights``, ``kv``, ``graphs``, or without tags all of them; see
         ``engine.sleep``. Requests may be submitted and cancelled meanwhile, and wait.
 
-        Raises ``InvalidSetting`` for an unknown tag, and ``UserError``, with nothing changed, while pins are open.
+        Raises ``InvalidSetting`` for an unknown tag, and ``UserError``, with nothing changed, while pins are open or
+        where the device has no virtual memory.
         """
         self._require_open()
         with deferred_interrupts(), self._alone(), self._runtime.active():
@@ -213,7 +214,8 @@ class Engine:
     def wake(self, *tags: str) -> None:
         """Have it back, all or by tags: weights, then KV, then graphs, as somebody needs room in between.
 
-        Raises ``CannotMaterialize`` where the device lacks the memory now: nothing has changed, call it again.
+        Raises ``CannotMaterialize`` where the device lacks the memory now: nothing has changed, call it again; and
+        ``UserError`` where graphs find none: they sleep on, and steps run without.
         """
         self._require_open()
         with deferred_interrupts(), self._alone():
