@@ -128,10 +128,11 @@ class HostDriver(HostPages, EagerStreams):
     def own_bytes(self) -> int | None:
         """Anonymous and shared memory of this process beyond the baseline, so torch's heap counts too.
 
-        Below zero when the process gave back more than it took since; None where the system does not tell.
+        Never less than the device's own pages: a heap that gave back more than it took since the baseline (what earlier
+        work of this process had left there) makes them nobody else's. None where the system does not tell.
         """
         own = process_memory().own_bytes
-        return None if own is None else own - self._baseline_bytes
+        return None if own is None else max(self.used_bytes, own - self._baseline_bytes)
 
     def close(self) -> tuple[str, ...]:
         """Give everything back; returns what was still alive, one sentence each. Closing again does nothing.
