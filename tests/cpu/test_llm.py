@@ -504,7 +504,7 @@ def test_every_option_arrives():
         "total_bytes": 6, "keep_free_bytes": 0, "kv_fraction": "1/2", "kv_dtype": "bf16", "dtype": "fp32",
         "block_tokens": 8, "disabled_claims": "penalty tables", "attention": "other", "admission": "reserve_all",
         "chunk_tokens": "none", "graphs": "2,1", "host_kv_bytes": "7", "prefix_caching": False, "fence": False,
-        "device": " CPU ", "plan_file": "plan.json",
+        "device": " CPU ", "plan_file": "plan.json", "overlap": True,
     }  # fmt: skip
     assert given.keys() == Options.__annotations__.keys()
     read = engine_options("m", given)
@@ -522,6 +522,7 @@ def test_every_option_arrives():
     assert (limits.prefix_caching.value, limits.prefix_caching.origin) == (False, Origin.API)
     assert read.knobs.disabled_claims == {"penalty tables"}
     assert (read.dtype, read.attention, read.chunk_tokens, read.fence) == ("float32", "other", "none", False)
+    assert read.overlap is True
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,14 @@ def test_a_plan_file_goes_to_the_engine_as_it_was_typed(
     assert engine.options.plan_file == path
 
 
+@pytest.mark.parametrize(("flags", "overlap"), [((), "absent"), (("--overlap",), True), (("--no-overlap",), False)])
+def test_overlap_goes_to_the_engine_where_it_is_asked_for(
+    tonnage: Program, engine: FakeEngine, flags: Any, overlap: Any
+) -> None:
+    assert tonnage("run", "m", "--prompt", "a", *flags).code == 0
+    assert getattr(engine.options, "overlap", "absent") == overlap
+
+
 def test_log_probabilities_come_where_they_were_asked_for(
     tonnage: Program, engine: FakeEngine, prompts: Any, tmp_path: Path
 ) -> None:

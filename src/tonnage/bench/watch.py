@@ -1,4 +1,7 @@
-"""What is free on the device, looked at all the time while others work."""
+"""What is free on the device, looked at all the time while others work.
+
+The engine has a watch of its own; who judges the engine looks for itself, and keeps the lowest of each second.
+"""
 
 from __future__ import annotations
 

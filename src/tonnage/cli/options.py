@@ -166,6 +166,14 @@ class ServingOptions:
         Text,
         option("--plan-file", "FILE", "Keep what the start measures; a later one that fits it runs no probes."),
     ] = None
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlap/--no-overlap",
+            help="Launch a step before the one before it has been looked at (default: on a card).",
+            show_default=False,
+        ),
+    ] = None
 
     def admission_setting(self) -> Setting[str]:
         """Raises ``InvalidSetting`` for a policy that there is not."""
@@ -180,6 +188,8 @@ class ServingOptions:
             given["chunk_tokens"] = "none" if uncut else parse_count(self.chunk_tokens, knob="--chunk-tokens")
         if self.plan_file is not None:
             given["plan_file"] = self.plan_file
+        if self.overlap is not None:
+            given["overlap"] = self.overlap
         return given
 
 

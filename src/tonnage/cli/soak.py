@@ -281,6 +281,7 @@ def _stub_sizes(settings: dict[str, Any]) -> dict[str, Any]:
         "max_batch_size": limits.max_batch_size.value,
         "max_num_tokens": limits.max_num_tokens.value,
         "chunk_tokens": settings.get("chunk_tokens"),
+        "overlap": settings.get("overlap"),
     }
     if limits.prefix_caching.or_else(True):
         sizes |= {

@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
     prefix_caching    False: nothing is used again for texts that begin alike
     plan_file         what the start measures is kept there; a later start that would measure the same runs no probes
     fence             False: the cap on the host is watched and not enforced, for a process with other large things
+    overlap           whether a step is launched before the one before it has been looked at; default: on a card
     """
 
     device: str | None
@@ -72,6 +73,7 @@ class Options(TypedDict, total=False):
     prefix_caching: bool | None
     plan_file: str | Path | None
     fence: bool | None
+    overlap: bool | None
 
 
 _KNOBS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -113,6 +115,7 @@ def engine_options(model: str | Path, options: Options) -> EngineOptions:
         chunk_tokens="none" if chunk_tokens == "none" else _read(options, "chunk_tokens", parse_count),
         fence=_fence(options.get("fence")),
         plan_file=options.get("plan_file"),
+        overlap=_yes_or_no("overlap", options.get("overlap")),
     )
 
 
