@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.cli.app import main
+from tonnage.config import LimitKnobs, Setting
+from tonnage.engine import EngineOptions
 from tonnage.terms import LineKind
 from tonnage.units import GiB
 
@@ -28,6 +30,16 @@ def tonnage(verb: str, *flags: str, model: str = str(LLAMA_8B)) -> tuple[int, di
         if not kept.exists():
             raise SystemExit(code or 1)
         return code, json.loads(kept.read_text())
+
+
+def llama_options(**changed: Any) -> EngineOptions:
+    """The same for a script that drives the engine itself; its prompts are all alike, so nothing is found cached."""
+    limits = LimitKnobs(
+        max_batch_size=Setting(256), max_num_tokens=Setting(8192), max_seq_len=Setting(4096),
+        prefix_caching=Setting(False),
+    )  # fmt: skip
+    fixed = {"model": str(LLAMA_8B), "device": "cuda", "dtype": "bfloat16", "random_weights": True}
+    return EngineOptions(**{**fixed, "attention": "triton", "limit_knobs": limits, **changed})
 
 
 def beside_weights_and_kv_gib(audit: Iterable[Mapping[str, Any]]) -> float:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from card_runs import LLAMA_8B
+from card_runs import llama_options
 from filing import file_away, parser
-from tonnage.config import LimitKnobs, Setting
-from tonnage.engine import Engine, EngineOptions, start
+from tonnage.engine import Engine, start
 from tonnage.sampling import SamplingParams
 
 CONTEXT, STEPS = 1024, 40
@@ -89,13 +88,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("rows", nargs="+", type=int)
     asked = options.parse_args()
-    limits = LimitKnobs(max_batch_size=Setting(256), max_num_tokens=Setting(8192), max_seq_len=Setting(4096))
-    with start(
-        EngineOptions(
-            model=str(LLAMA_8B), device="cuda", attention="triton", dtype="bfloat16", random_weights=True,
-            limit_knobs=limits,
-        )
-    ) as engine:  # fmt: skip
+    with start(llama_options()) as engine:
         print({stage.name: stage.elapsed_ms for stage in engine.stages})
         rows = [parts(engine, rows) for rows in asked.rows]
     file_away(asked.output, {"rows": rows})

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from card_runs import LLAMA_8B
+from card_runs import llama_options
 from filing import file_away, parser
-from tonnage.config import LimitKnobs, Setting
-from tonnage.engine import Engine, EngineOptions, start
+from tonnage.engine import Engine, start
 from tonnage.sampling import SamplingParams
 
 CONTEXT, STEPS = 1024, 8
@@ -81,16 +80,7 @@ def main() -> None:
     options.add_argument("rows", nargs="*", type=int)
     options.add_argument("--prompts", type=int, default=0)
     asked = options.parse_args()
-    limits = LimitKnobs(
-        max_batch_size=Setting(256), max_num_tokens=Setting(8192), max_seq_len=Setting(4096),
-        prefix_caching=Setting(False),
-    )  # fmt: skip
-    with start(
-        EngineOptions(
-            model=str(LLAMA_8B), device="cuda", attention="triton", dtype="bfloat16", random_weights=True,
-            limit_knobs=limits,
-        )
-    ) as engine:  # fmt: skip
+    with start(llama_options()) as engine:
         rows = [decodes(engine, rows) for rows in asked.rows]
         rows += [prompts(engine, asked.prompts)] if asked.prompts else []
     file_away(asked.output, {"rows": rows})
