@@ -30,6 +30,26 @@ def _no_model() -> str | None:
     return f"{', '.join(missing)} not installed: run `make env`" if missing else None
 
 
+@pytest.fixture(scope="module")
+def light_collector():
+    """What is imported is not walked through each time an engine starts and ends, which takes a tiny one longer than
+    all it does. For files that start many and look at something else (``test_collector`` has the collector itself)."""
+    import gc
+
+    import transformers.models.llama.modeling_llama  # noqa: F401 - so that it is frozen with the rest
+
+    from tonnage.engine import site, startup
+
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(startup, "freeze", lambda holder: None)
+        patched.setattr(site, "thaw", lambda holder: None)
+        patched.setattr(site, "settle", lambda: None)
+        yield
+    gc.unfreeze()
+
+
 REASONS = {"gpu": _no_cuda, "model": _no_model}
 
 

@@ -9,6 +9,8 @@ from tonnage.engine import start
 from tonnage.engine.executor import Executor
 from tonnage.engine.host_site import HostSite
 
+pytestmark = pytest.mark.usefixtures("light_collector")
+
 
 @pytest.mark.parametrize(("max_batch_size", "max_num_tokens"), [(8, 64), (1, 64), (8, 8), (2, 2)])
 def test_every_mixture_of_rows_runs_before_the_boundary_is_closed(

@@ -15,6 +15,8 @@ from tonnage.engine.stub import stub_engine
 from tonnage.errors import UserError
 from tonnage.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("light_collector")
+
 
 @pytest.fixture(scope="module")
 def ahead(tiny_llama):

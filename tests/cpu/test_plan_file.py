@@ -14,9 +14,12 @@ from tonnage.engine import start
 from tonnage.engine.plan_file import WOBBLE_BYTES, PlanFile, agreed
 from tonnage.engine.probe import Prober
 from tonnage.errors import InputError
+from tonnage.hardware import HOST_PAGE_BYTES
 from tonnage.report import StartFigures, parse_start, plan_text, read_file, start_text
 from tonnage.terms import LineKind, Measured, Quantity, Rank, Source
 from tonnage.units import MiB
+
+pytestmark = pytest.mark.usefixtures("light_collector")
 
 
 @pytest.fixture
@@ -125,8 +128,9 @@ def test_others_that_hold_more_now_make_the_pool_smaller_and_it_says_so(asked, n
     assert again.kv == first.kv
 
 
-def test_repeated_starts_without_a_file_differ_by_less_than_a_thousandth(tiny_llama):
-    """In processes of their own, as starts are."""
+def test_repeated_starts_without_a_file_differ_by_a_thousandth_or_one_page(tiny_llama):
+    """In processes of their own, as starts are. What a host's heap takes is measured in pages of the system, and the
+    pool is made of larger ones."""
     import subprocess
     import sys
 
@@ -140,7 +144,7 @@ def test_repeated_starts_without_a_file_differ_by_less_than_a_thousandth(tiny_ll
         int(subprocess.run([sys.executable, "-c", code, str(tiny_llama)], capture_output=True, check=True).stdout)
         for _ in range(3)
     ]
-    assert max(found) - min(found) <= min(found) // 1000
+    assert max(found) - min(found) <= max(min(found) // 1000, HOST_PAGE_BYTES)
 
 
 FIGURES = {"rank": Rank(), "device_bytes": 2**30, "stages": (), "trial_pool_bytes": 0}

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+#: Probes run full steps, which take one core some seconds; here nothing depends on how long a step is.
+SMALL_STEPS = ("--max-num-tokens", "64")
 
 
 def tonnage(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,26 +23,27 @@ def tonnage(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.model
 def test_weights_that_do_not_fit_are_refused_with_a_size_that_works():
-    refused = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "300MiB")
+    asked = ("run", "smollm2", "--prompt", "hello", *SMALL_STEPS)
+    refused = tonnage(*asked, "--memory", "300MiB")
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert "weights" in refused.stderr
     assert "Need: " in refused.stderr
     size = re.search(r"give it (\d+[MG]iB) of memory", refused.stderr)
     assert size is not None, refused.stderr
-    worked = tonnage("run", "smollm2", "--prompt", "hello", "--memory", size[1], "--max-tokens", "4", "--json")
+    worked = tonnage(*asked, "--memory", size[1], "--max-tokens", "4", "--json")
     assert worked.returncode == 0, worked.stderr
 
 
 @pytest.mark.model
 def test_a_pool_below_one_sequence_names_the_length_that_fits_and_it_does():
-    refused = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "900MiB", "--max-seq-len", "8192")
+    asked = ("run", "smollm2", "--prompt", "hello", "--memory", "900MiB", *SMALL_STEPS)
+    refused = tonnage(*asked, "--max-seq-len", "8192")
     assert refused.returncode == 2
     assert "less than one sequence of max_seq_len = 8,192" in refused.stderr
     length = re.search(r"lower max_seq_len to (\d+)", refused.stderr)
     assert length is not None, refused.stderr
-    worked = tonnage("run", "smollm2", "--prompt", "hello", "--memory", "900MiB", "--max-seq-len", length[1],
-                     "--max-tokens", "4", "--json")  # fmt: skip
+    worked = tonnage(*asked, "--max-seq-len", length[1], "--max-tokens", "4", "--json")
     assert worked.returncode == 0, worked.stderr
     assert json.loads(worked.stdout)["plan"]["limits"]["max_seq_len"] == int(length[1])
 
@@ -57,7 +60,7 @@ def test_a_broken_line_and_a_request_too_long_fail_alone(tmp_path):
     )
     kept = tmp_path / "out.jsonl"
     done = tonnage("run", "smollm2", "--input", str(prompts), "--output", str(kept), "--memory", "900MiB",
-                   "--max-seq-len", "256", "--json")  # fmt: skip
+                   "--max-seq-len", "256", *SMALL_STEPS, "--json")  # fmt: skip
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert re.search(r"line 2", done.stderr)

@@ -18,6 +18,8 @@ from tonnage.errors import CannotMaterialize, DriverError, InvalidSetting, Range
 from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
+pytestmark = pytest.mark.usefixtures("light_collector")
+
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one at a time", "overlap"])
 def engine(request, tiny_llama):

@@ -17,6 +17,8 @@ from tonnage.planner import plan_without_device
 from tonnage.terms import LineKind
 from tonnage.units import MiB
 
+pytestmark = pytest.mark.usefixtures("light_collector")
+
 
 def without(capacity):
     return HostDriver(capacity, without=frozenset({"vmm"}))

@@ -31,6 +31,8 @@ from tonnage.resources.dispatcher import Dispatcher
 from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
+pytestmark = pytest.mark.usefixtures("light_collector")
+
 BLOCK = 16
 
 

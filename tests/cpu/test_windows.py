@@ -20,6 +20,8 @@ from tonnage.layout import group_blocks
 from tonnage.sampling import SamplingParams
 from tonnage.units import MiB
 
+pytestmark = pytest.mark.usefixtures("light_collector")
+
 GAP = 1e-3
 B, WINDOW, MAX_SEQ_LEN, NEW_TOKENS = 4, 18, 160, 14
 SHARED = [(11 * i) % 250 for i in range(45)]

@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cpu"))
 from loop import FailTorch, num_points
 from tiny import save_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("light_collector")
+
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
