@@ -35,7 +35,7 @@ def truths() -> list[Truth]:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One way to run the same prompts. ``new_tokens`` of the 64 that the reference has; ``every`` nth prompt, from
-    the ``first`` on."""
+    the ``first`` on. The probes of a start run steps of ``max_num_tokens``."""
 
     chunk_tokens: int | str | None = None
     kv_tokens: int | None = None
@@ -43,23 +43,26 @@ class Case:
     every: int = 4
     first: int = 0
     at_once: bool = True
+    max_num_tokens: int = 640
 
 
 #: All prompts together; those in chunks take a quarter each, the longest of which is cut by every size.
 CASES = {
     "alone": Case(at_once=False, new_tokens=32, every=8),
     "batched": Case(new_tokens=NEW_TOKENS, every=1),
-    "chunks of 16": Case(chunk_tokens=16, first=1),
-    "chunks of 64": Case(chunk_tokens=64, first=2),
+    "chunks of 16": Case(chunk_tokens=16, first=1, max_num_tokens=64),
+    "chunks of 64": Case(chunk_tokens=64, first=2, max_num_tokens=128),
     "chunks of 512": Case(chunk_tokens=512, first=3),
     "whole prompts": Case(chunk_tokens="none"),
     # A pool for two of the longest, and the youngest suspended again and again: it is computed anew when it comes back.
-    "suspended": Case(kv_tokens=1536, new_tokens=48, every=2),
+    "suspended": Case(kv_tokens=1536, new_tokens=48, every=2, max_num_tokens=128),
 }
 
 
 def _start(case: Case):
-    limits = LimitKnobs(max_seq_len=Setting(768), max_batch_size=Setting(32), max_num_tokens=Setting(640))
+    limits = LimitKnobs(
+        max_seq_len=Setting(768), max_batch_size=Setting(32), max_num_tokens=Setting(case.max_num_tokens)
+    )
     knobs = Knobs(kv_tokens=Setting(case.kv_tokens))
     return start(
         EngineOptions(
