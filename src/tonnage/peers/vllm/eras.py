@@ -1,0 +1,38 @@
+"""When vLLM changed its ways, as far as memory goes. Releases are (major, minor[, patch])."""
+
+from __future__ import annotations
+
+from tonnage.peers.version import Version
+
+#: The second engine core is the default from here on, and the only one from ``ONLY_V1`` on.
+V1_DEFAULT, ONLY_V1 = (0, 8), (0, 11)
+#: The sampler's dry run became three times smaller.
+LEAN_SAMPLER = (0, 17)
+#: What is not torch's grew on one card.
+MORE_NON_TORCH = (0, 18)
+#: The default share of the card went from 0.90 to 0.92.
+UTILISATION_092 = (0, 20)
+#: The log's tokens are concurrency times length, no more blocks over groups; graphs are deducted before the pool.
+TOKENS_BY_LENGTH, GRAPHS_DEDUCTED = (0, 21), (0, 21)
+#: Prefixes of hybrids are cached unless that is switched off.
+HYBRID_PREFIXES = (0, 21)
+#: Layers with windows are charged by their windows (before, by the whole length).
+WINDOW_GROUPS = (0, 9, 2)
+#: Groups of nearly as many layers are filled up to the larger one: up to a quarter more, later up to a half.
+PADDED_GROUPS, MORE_PADDED_GROUPS = (0, 11), (0, 23)
+#: Scratch of the experts is kept, and so lies beside the sampler's dry run.
+EXPERT_WORKSPACE = (0, 13)
+#: The profile knew of memory that torch does not hand out, and the first context was no longer charged.
+NON_TORCH_COUNTED = (0, 6, 4)
+#: The block that is never handed out counts in the check of the longest request.
+NULL_BLOCK_CHECKED = (0, 33)
+
+
+def is_from(version: Version, since: tuple[int, ...]) -> bool:
+    """Whether the newest release that can be meant is ``since`` or later; one that is not known counts as the newest."""
+    return version.may_be(since=since)
+
+
+def is_split(version: Version, since: tuple[int, ...]) -> bool:
+    """Whether the releases that can be meant lie on both sides of ``since``."""
+    return version.may_be(since=since) and version.may_be(before=since)

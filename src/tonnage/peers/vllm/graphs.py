@@ -1,0 +1,63 @@
+"""Captured graphs: outside the budget before 0.21, deducted by an estimate from then on."""
+
+from __future__ import annotations
+
+from tonnage.costs.ranks import rank_shape
+from tonnage.peers.start import Rule
+from tonnage.peers.vllm import eras
+from tonnage.peers.vllm.facts import Facts
+from tonnage.peers.vllm.setup import Setup
+from tonnage.terms import Quantity, Source
+from tonnage.units import ceil_div
+
+#: The longest list of sizes by default: every 8 up to 256 and every 16 up to 512, beside 1, 2 and 4.
+FULL_LIST = 51
+
+
+def num_sizes(setup: Setup) -> int:
+    """Batch sizes that are captured: the list that was asked for, or the default up to twice ``max_num_seqs``."""
+    asked = setup.launch.get("cudagraph_capture_sizes")
+    if isinstance(asked, (list, tuple)):
+        return len(asked)
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        return asked
+    largest = setup.launch.get("max_cudagraph_capture_size") or setup.launch.get("max_capture_size")
+    if not setup.is_v1:
+        limit = min(setup.max_num_seqs, int(str(largest or 256)))
+        return 3 + limit // 8
+    limit = min(2 * setup.max_num_seqs, int(str(largest or 512)))
+    small = sum(size <= limit for size in (1, 2, 4))
+    return small + min(limit, 256) // 8 + max(0, limit - 256) // 16
+
+
+def graphs(setup: Setup, facts: Facts) -> Quantity:
+    """Bytes of all captured graphs of this rank: some for the first, the rest by layers and by the sizes captured."""
+    if setup.is_eager:
+        return Quantity.exact(0, Source.ASKED, "enforce_eager")
+    if not setup.is_v1:
+        return facts["graphs V0"].of(1, ref="graphs of the first core")
+    layers = len(rank_shape(setup.launch.config, setup.launch.rank).layers)
+    share = min(1, num_sizes(setup) / FULL_LIST)
+    kind = "graph estimate" if setup.deducts_graphs else "graphs"
+    each = facts[f"{kind} per layer"].of(ceil_div(int(layers * 100 * (1 + share) / 2), 100), ref=kind)
+    base = facts[f"{kind} base"].of(1, ref=kind)
+    return Quantity(
+        bytes=base.bytes + each.bytes,
+        low=max(0, base.low + each.low),
+        high=base.high + each.high,
+        source=Source.PREDICTED,
+        ref=each.ref,
+    )
+
+
+def rule(setup: Setup, facts: Facts) -> Rule:
+    records = facts["graphs per layer" if setup.is_v1 else "graphs V0"].records
+    if setup.deducts_graphs:
+        return Rule(
+            name="graphs", since=eras.GRAPHS_DEDUCTED, records=records,
+            says="an estimate is deducted before the pool: so much for the first graph, and so much for each layer",
+        )  # fmt: skip
+    return Rule(
+        name="graphs", before=eras.GRAPHS_DEDUCTED, records=records,
+        says="captured after the pool, from what the budget leaves: so much for the first, and so much for each layer",
+    )  # fmt: skip

@@ -1,0 +1,46 @@
+"""What a reader should know beside the numbers: where the release, the card or the model leaves something open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tonnage.peers.vllm import eras
+from tonnage.peers.vllm.budget import Budget
+from tonnage.peers.vllm.kept import kept_layers
+from tonnage.peers.vllm.pages import Pages
+from tonnage.peers.vllm.setup import Setup
+from tonnage.terms import Source
+
+#: Releases at which a figure jumps, with what does.
+_TURNS = (
+    (eras.V1_DEFAULT, "the second engine core became the default"),
+    (eras.LEAN_SAMPLER, "the sampler's dry run shrank to a third"),
+    (eras.UTILISATION_092, "the default gpu_memory_utilization went from 0.90 to 0.92"),
+    (eras.GRAPHS_DEDUCTED, "graphs are deducted before the pool, and the log's tokens mean another thing"),
+)
+#: Cards that share their memory with the host.
+_UNIFIED = ("gb10", "jetson", "orin", "thor", "dgxspark")
+
+
+def notes_of(setup: Setup, budget: Budget, pages: Pages | None) -> tuple[str, ...]:
+    return tuple(_notes(setup, budget, pages))
+
+
+def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
+    launch = setup.launch
+    for since, what in _TURNS:
+        if eras.is_split(launch.version, since):
+            release = ".".join(map(str, since))
+            yield f"{launch.version} can lie on either side of {release}, where {what}; the newer rule is taken"
+    if any(launch.card.name.lower().replace(" ", "").startswith(name) for name in _UNIFIED):
+        yield "memory is shared with the host: its page cache counts as used, and boots differ by half a GiB and more"
+    if pages is None and kept_layers(setup) is None:
+        yield "the pages of a compressed cache are not known here: the pool is told, and no tokens"
+    if pages is not None and pages.padding_layers:
+        yield f"groups are filled up with {pages.padding_layers} layers that do not exist"
+    if launch.config.towers and launch.weights.source not in (Source.MEASURED, Source.COUNTED):
+        yield "the encoder's dry run is not modelled: many or large pictures can make it the peak"
+    if budget.total.low != budget.total.high:
+        yield "the card's total is not the same on every machine: give the driver's own for a narrower answer"
+    if setup.num_drafts and not launch.config.mtp_layers:
+        yield "a draft model's own weights and cache are not in these figures"

@@ -1,0 +1,125 @@
+"""vLLM's start of one rank: ``predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import floor
+
+from tonnage.peers.launch import Launch
+from tonnage.peers.start import Check, Count, Start
+from tonnage.peers.vllm import eras
+from tonnage.peers.vllm.budget import Budget, budget_of, partition
+from tonnage.peers.vllm.checks import checks_of
+from tonnage.peers.vllm.facts import Facts, filed
+from tonnage.peers.vllm.notes import notes_of
+from tonnage.peers.vllm.pages import Pages, concurrency, logged_tokens, longest, pages_of
+from tonnage.peers.vllm.remedies import with_remedies
+from tonnage.peers.vllm.setup import Setup, resolve
+from tonnage.peers.vllm.workers import other_stages, placed
+from tonnage.terms import Quantity, Source
+
+
+def predict(launch: Launch, *, facts: Facts | None = None) -> Start:
+    """What ``launch`` would log, with the engine's own checks and remedies that were tried.
+
+    ``facts``: other coefficients than those that come with the package, for judging them. Raises ``InvalidSetting``.
+    """
+    known = filed() if facts is None else facts
+    found = _predicted(placed(launch), known)
+    return with_remedies(found, lambda changed: _predicted(placed(changed), known))
+
+
+def _predicted(launch: Launch, facts: Facts) -> Start:
+    setup = resolve(launch)
+    budget, pages = budget_of(setup, facts), pages_of(setup)
+    blocks = _blocks(setup, budget, pages)
+    if blocks is not None and launch.rank.pp > 1 and setup.num_blocks is None:
+        blocks = _least(blocks, launch, facts)
+    checks = tuple(checks_of(setup, budget, pages, blocks))
+    pool = _pool(budget, pages, blocks)
+    length = setup.max_model_len
+    if setup.is_auto_length and pages is not None and blocks is not None:
+        length = longest(pages, setup, blocks.best)
+    return _start(setup, budget, pages, blocks, checks=checks, pool=pool, length=length)
+
+
+def _start(
+    setup: Setup,
+    budget: Budget,
+    pages: Pages | None,
+    blocks: Count | None,
+    *,
+    checks: tuple[Check, ...],
+    pool: Quantity,
+    length: int,
+) -> Start:
+    tokens = logged = concurrent = None
+    if pages is not None and blocks is not None and length:
+        each = [concurrency(pages, setup, number, length) for number in (blocks.best, blocks.low, blocks.high)]
+        tokens = _count([number * length for number in each])
+        concurrent = _count([number * 1000 for number in each])
+        numbers = (blocks.best, blocks.low, blocks.high)
+        logged = _count([logged_tokens(pages, setup, number, length) for number in numbers])
+    return Start(
+        launch=setup.launch,
+        terms=partition(budget, pool=pool),
+        pool=pool,
+        bytes_per_token=_rate(setup, pages),
+        tokens=tokens,
+        logged_tokens=logged,
+        concurrency=concurrent,
+        max_model_len=length,
+        defaults=setup.defaults,
+        checks=checks,
+        notes=notes_of(setup, budget, pages),
+    )
+
+
+def _count(numbers: Sequence[Fraction | int]) -> Count:
+    best, low, high = (floor(number) for number in numbers)
+    return Count(best=best, low=low, high=high)
+
+
+def _blocks(setup: Setup, budget: Budget, pages: Pages | None) -> Count | None:
+    if pages is None:
+        return None
+    if setup.num_blocks is not None:
+        return Count.exact(setup.num_blocks)
+    have = budget.available
+    best, low, high = (max(0, number // pages.block_bytes) for number in (have.bytes, have.low, have.high))
+    return Count(best=best, low=low, high=high)
+
+
+def _least(blocks: Count, launch: Launch, facts: Facts) -> Count:
+    """Of all stages: each has its own layers, weights and peak, and all get as many blocks as the poorest."""
+    counts = [blocks]
+    for other in other_stages(launch):
+        setup = resolve(other)
+        if (found := _blocks(setup, budget_of(setup, facts), pages_of(setup))) is not None:
+            counts.append(found)
+    return Count(
+        best=min(count.best for count in counts),
+        low=min(count.low for count in counts),
+        high=min(count.high for count in counts),
+    )
+
+
+def _pool(budget: Budget, pages: Pages | None, blocks: Count | None) -> Quantity:
+    """Whole blocks; what is available where its blocks are not known."""
+    have = budget.available
+    if pages is None or blocks is None:
+        return replace(have, bytes=max(0, have.bytes), low=max(0, have.low), high=max(0, have.high))
+    size = pages.block_bytes
+    return Quantity(
+        bytes=blocks.best * size, low=blocks.low * size, high=blocks.high * size, source=Source.PREDICTED, ref=have.ref
+    )
+
+
+def _rate(setup: Setup, pages: Pages | None) -> Fraction | None:
+    """Pool over the token line: only where the line counts slots, or where all layers keep the same."""
+    if pages is None:
+        return None
+    counts_slots = not (setup.is_v1 and eras.is_from(setup.launch.version, eras.TOKENS_BY_LENGTH))
+    return pages.bytes_per_token if counts_slots or pages.is_uniform else None
