@@ -38,7 +38,7 @@ NOT_OF_THE_FLAGS = (
 OF_TWO_RANKS = "GiB line and token count come from different ranks"
 #: What collectives took in other starts whose records are not in the repository, GiB: vLLM on A100 with 4 and with 8
 #: ranks and on H100 with 2, less what one card takes; and what SGLang logs for its first collectives on H200 with 8.
-TABLED = {"collectives linked early": (0.33, 0.42, 2.00), "collectives linked": (1.8, 2.0)}
+TABLED = {"collectives linked V0": (0.33, 2.00), "collectives linked V1": (0.42,), "collectives linked": (1.8, 2.0)}
 #: Where no record is left: arithmetic on what the code allocates, or a round number. GiB, or bytes for "sampler lean".
 ASSUMED = {
     "sampler lean": (14, 12, 18),  # logits of 16 bits, in float32, probabilities and noise in float32
@@ -60,7 +60,6 @@ BORROWED = {
     "non-torch V1": ("non-torch late", "non-torch V0"),
     "non-torch late": ("non-torch V1", "non-torch V0"),
     "non-torch rocm": ("non-torch V0",),
-    "collectives linked": ("collectives linked early",),
     "non-torch V0": ("non-torch V1",),
 }
 #: How far two digits of a log are off; what a lone record is trusted to: a share of it, and at least so many GiB.

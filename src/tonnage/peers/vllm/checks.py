@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tonnage.peers.start import Check, Count, Rule
 from tonnage.peers.vllm import eras
@@ -36,20 +36,24 @@ STATES = Rule(
 )  # fmt: skip
 
 
-def checks_of(setup: Setup, budget: Budget, pages: Pages | None, blocks: Count | None) -> Iterator[Check]:
-    """In the engine's order. One that fails for sure is the last: the engine goes no further."""
-    for check in _checks(setup, budget, pages, blocks):
+def checks_of(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks: Count | None) -> Iterator[Check]:
+    """In the engine's order. One that fails for sure is the last: the engine goes no further.
+
+    ``budgets``: of this rank, and of one rank of each other stage; the poorest decides."""
+    for check in _checks(setup, budgets, pages, blocks):
         yield check
         if check.passes is False:
             return
 
 
-def _checks(setup: Setup, budget: Budget, pages: Pages | None, blocks: Count | None) -> Iterator[Check]:
+def _checks(
+    setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks: Count | None
+) -> Iterator[Check]:
     if setup.is_v1 and setup.pool_bytes is None:
-        yield _free(budget)
-    yield _loads(budget)
+        yield _free(budgets[0])
+    yield _loads(max(budgets, key=lambda budget: _needed(budget).bytes))
     if setup.pool_bytes is None and setup.num_blocks is None:
-        yield _pool(budget)
+        yield _pool(min(budgets, key=lambda budget: budget.available.bytes))
     if pages is None or blocks is None:
         return
     yield _length(setup, pages, blocks)
@@ -89,12 +93,16 @@ def _free(budget: Budget) -> Check:
     )  # fmt: skip
 
 
-def _loads(budget: Budget) -> Check:
+def _needed(budget: Budget) -> Quantity:
     terms = [term.bytes for term in budget.deducted if term.name != "graphs"]
-    need = Quantity(
+    return Quantity(
         bytes=sum(each.bytes for each in terms), low=sum(each.low for each in terms),
         high=sum(each.high for each in terms), source=terms[0].source, ref="weights and a dry run",
     )  # fmt: skip
+
+
+def _loads(budget: Budget) -> Check:
+    need = _needed(budget)
     have = _less(budget.total, _outside(budget, "context"))
     return Check(
         name=LOADS.name, passes=_verdict(need, have), need=gib(need.bytes), have=gib(have.bytes), rule=LOADS,

@@ -38,8 +38,10 @@ def collectives_fact(setup: Setup) -> str | None:
         return None
     if not is_linked(setup.launch.card):
         return "collectives pcie"
+    if not setup.is_v1:
+        return "collectives linked V0"
     is_late = eras.is_from(setup.launch.version, eras.LEAN_SAMPLER)
-    return "collectives linked" if is_late else "collectives linked early"
+    return "collectives linked" if is_late else "collectives linked V1"
 
 
 def context_fact(setup: Setup) -> str:

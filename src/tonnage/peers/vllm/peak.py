@@ -67,7 +67,14 @@ def _forward_bytes(setup: Setup, word: int, workspace: int) -> int:
         default=0,
     )
     dense = 3 * inner * setup.batched_tokens * word
-    return 3 * config.hidden_size * setup.batched_tokens * word + max(dense, workspace)
+    return 3 * config.hidden_size * _gathered_tokens(setup) * word + max(dense, workspace)
+
+
+def _gathered_tokens(setup: Setup) -> int:
+    """Tokens that experts see at once: those of all ranks where each rank serves requests of its own."""
+    rank = setup.launch.rank
+    has_experts = any(isinstance(layer.feed_forward, Experts) for layer in setup.launch.config.layers)
+    return setup.batched_tokens * (rank.tp if rank.attention_dp and has_experts else 1)
 
 
 def _expert_bytes(setup: Setup, word: int) -> int:
@@ -79,7 +86,7 @@ def _expert_bytes(setup: Setup, word: int) -> int:
         part = layer.feed_forward
         if isinstance(part, Experts):
             inner = ceil_div(part.intermediate_size * rank.ep, rank.tp)
-            rows = min(setup.batched_tokens, EXPERT_CHUNK_TOKENS) * part.num_experts_per_token
+            rows = min(_gathered_tokens(setup), EXPERT_CHUNK_TOKENS) * part.num_experts_per_token
             most = max(most, rows * (max(2 * inner, config.hidden_size) + inner) * word)
     return most
 

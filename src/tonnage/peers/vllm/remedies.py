@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from tonnage.peers.launch import Launch
 from tonnage.peers.start import Check, Start
+from tonnage.peers.vllm.pages import longest, pages_of
 from tonnage.peers.vllm.setup import resolve
 
 #: Shares of the card that are worth trying, and numbers of sequences.
@@ -43,7 +44,7 @@ def _tried(start: Start, again: Callable[[Launch], Start]) -> Iterator[str]:
 
 def _candidates(start: Start, again: Callable[[Launch], Start]) -> Iterator[tuple[str, Launch]]:
     launch, setup = start.launch, resolve(start.launch)
-    if (auto := _longest(launch, again)) and auto < setup.max_model_len:
+    if (auto := _longest(start)) and auto < setup.max_model_len:
         yield f"--max-model-len {auto}", _changed(launch, max_model_len=auto)
     for share in _SHARES:
         if share > setup.utilisation:
@@ -61,10 +62,13 @@ def _candidates(start: Start, again: Callable[[Launch], Start]) -> Iterator[tupl
         yield "--kv-cache-dtype fp8", replace(launch, kv_dtype="fp8")
 
 
-def _longest(launch: Launch, again: Callable[[Launch], Start]) -> int:
-    """Tokens that fit by best guess, in whole steps; 0 where the engine has no pool at all."""
-    found = again(_changed(launch, max_model_len="auto"))
-    return found.max_model_len // _LENGTH_STEP * _LENGTH_STEP
+def _longest(start: Start) -> int:
+    """Tokens that fit by best guess, in whole steps; 0 where there is no pool at all."""
+    setup = resolve(start.launch)
+    pages = pages_of(setup)
+    if pages is None:
+        return 0
+    return longest(pages, setup, start.pool.bytes // pages.block_bytes) // _LENGTH_STEP * _LENGTH_STEP
 
 
 def _changed(launch: Launch, **settings: object) -> Launch:

@@ -32,17 +32,16 @@ def predict(launch: Launch, *, facts: Facts | None = None) -> Start:
 
 
 def _predicted(launch: Launch, facts: Facts) -> Start:
-    setup = resolve(launch)
-    budget, pages = budget_of(setup, facts), pages_of(setup)
-    blocks = _blocks(setup, budget, pages)
-    if blocks is not None and launch.rank.pp > 1 and setup.num_blocks is None:
-        blocks = _least(blocks, launch, facts)
-    checks = tuple(checks_of(setup, budget, pages, blocks))
-    pool = _pool(budget, pages, blocks)
+    stages = [launch, *other_stages(launch)] if launch.rank.pp > 1 else [launch]
+    setups = [resolve(stage) for stage in stages]
+    budgets = [budget_of(setup, facts) for setup in setups]
+    counts = [_blocks(setup, budget, pages_of(setup)) for setup, budget in zip(setups, budgets, strict=True)]
+    setup, budget, pages, blocks = setups[0], budgets[0], pages_of(setups[0]), _least(counts)
+    checks = tuple(checks_of(setup, budgets, pages, blocks))
     length = setup.max_model_len
     if setup.is_auto_length and pages is not None and blocks is not None:
         length = longest(pages, setup, blocks.best)
-    return _start(setup, budget, pages, blocks, checks=checks, pool=pool, length=length)
+    return _start(setup, budget, pages, blocks, checks=checks, pool=_pool(budget, pages, blocks), length=length)
 
 
 def _start(
@@ -92,17 +91,15 @@ def _blocks(setup: Setup, budget: Budget, pages: Pages | None) -> Count | None:
     return Count(best=best, low=low, high=high)
 
 
-def _least(blocks: Count, launch: Launch, facts: Facts) -> Count:
+def _least(counts: Sequence[Count | None]) -> Count | None:
     """Of all stages: each has its own layers, weights and peak, and all get as many blocks as the poorest."""
-    counts = [blocks]
-    for other in other_stages(launch):
-        setup = resolve(other)
-        if (found := _blocks(setup, budget_of(setup, facts), pages_of(setup))) is not None:
-            counts.append(found)
+    known = [count for count in counts if count is not None]
+    if not known:
+        return None
     return Count(
-        best=min(count.best for count in counts),
-        low=min(count.low for count in counts),
-        high=min(count.high for count in counts),
+        best=min(count.best for count in known),
+        low=min(count.low for count in known),
+        high=min(count.high for count in known),
     )
 
 

@@ -10,10 +10,12 @@ from tonnage.costs.ranks import stage_of
 from tonnage.peers.launch import Launch
 from tonnage.peers.version import Version
 from tonnage.peers.vllm import eras
-from tonnage.terms import Quantity, Rank
+from tonnage.terms import Quantity, Rank, Source
 
 #: From here on layers that are left over go to the stages before the last; to the last one before.
 _SPREAD_REST = (0, 7)
+#: Weights that are known by arithmetic or from headers, of the rank that was asked about.
+PRICED = (Source.DERIVED, Source.PREDICTED)
 
 
 def partition(num_layers: int, num_stages: int, version: Version) -> tuple[int, ...]:
@@ -29,24 +31,26 @@ def partition(num_layers: int, num_stages: int, version: Version) -> tuple[int, 
 
 
 def placed(launch: Launch) -> Launch:
-    """With the engine's own split over stages, where none is asked for. The weights stay what they are."""
+    """With the engine's own split over stages, where none is asked for; predicted weights are scaled to it."""
     rank = launch.rank
     if rank.pp == 1 or rank.partition:
         return launch
-    parts = partition(launch.config.num_layers, rank.pp, launch.version)
-    return replace(launch, rank=replace(rank, partition=parts))
+    there = replace(rank, partition=partition(launch.config.num_layers, rank.pp, launch.version))
+    return _moved(launch, there) if launch.weights.source in PRICED else replace(launch, rank=there)
 
 
 def other_stages(launch: Launch) -> Iterator[Launch]:
     """One rank of each other stage, its weights scaled from this one's by what both are priced at."""
     rank = launch.rank
-    own = weights_price(launch.config, dtype=launch.dtype, rank=rank).quantity.bytes
     for stage in range(rank.pp):
-        if stage == stage_of(rank):
-            continue
-        there: Rank = replace(rank, index=stage * rank.tp * rank.cp)
-        price = weights_price(launch.config, dtype=launch.dtype, rank=there).quantity.bytes
-        yield replace(launch, rank=there, weights=_scaled(launch.weights, price, own))
+        if stage != stage_of(rank):
+            yield _moved(launch, replace(rank, index=stage * rank.tp * rank.cp))
+
+
+def _moved(launch: Launch, there: Rank) -> Launch:
+    own = weights_price(launch.config, dtype=launch.dtype, rank=launch.rank).quantity.bytes
+    price = weights_price(launch.config, dtype=launch.dtype, rank=there).quantity.bytes
+    return replace(launch, rank=there, weights=_scaled(launch.weights, price, own))
 
 
 def _scaled(weights: Quantity, price: int, own: int) -> Quantity:
