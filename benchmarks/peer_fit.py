@@ -38,7 +38,13 @@ NOT_OF_THE_FLAGS = (
 OF_TWO_RANKS = "GiB line and token count come from different ranks"
 #: What collectives took in other starts whose records are not in the repository, GiB: vLLM on A100 with 4 and with 8
 #: ranks and on H100 with 2, less what one card takes; and what SGLang logs for its first collectives on H200 with 8.
-TABLED = {"collectives linked V0": (0.33, 2.00), "collectives linked V1": (0.42,), "collectives linked": (1.8, 2.0)}
+#: Last, what vLLM 0.19 logs on H100 with stages and no tensor parallelism.
+TABLED = {
+    "collectives linked V0": (0.33, 2.00),
+    "collectives linked V1": (0.42,),
+    "collectives linked": (1.8, 2.0),
+    "non-torch stages": (0.07,),
+}
 #: Where no record is left: arithmetic on what the code allocates, or a round number. GiB, or bytes for "sampler lean".
 ASSUMED = {
     "sampler lean": (14, 12, 18),  # logits of 16 bits, in float32, probabilities and noise in float32
@@ -134,7 +140,9 @@ def _exact(value: float, scale: float) -> Fraction:
 
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:
     """The median slope between pairs whose places differ by a fifth or more; None where there are fewer than three."""
-    slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if abs(x2 - x1) > 0.2 * max(x1, x2)]
+    slopes = [
+        (y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2) if abs(x2 - x1) > 0.2 * max(x1, x2)
+    ]
     return median(slopes) if len(slopes) >= 3 else None
 
 

@@ -45,7 +45,7 @@ def budget_of(setup: Setup, facts: Facts) -> Budget:
         is_budgeted=setup.deducts_graphs,
     )
     deducted = [
-        Term(name="weights", bytes=setup.launch.weights, rule=WEIGHTS),
+        Term(name="weights", bytes=_weights(setup), rule=WEIGHTS),
         Term(name="beside the weights", bytes=resident.beside_weights(setup), rule=resident.RULE),
         Term(name="non-torch", bytes=nontorch.non_torch(setup, facts), rule=nontorch.rule(setup, facts)),
         Term(name="activation peak", bytes=peak.activation_peak(setup, facts), rule=peak.rule(setup, facts)),
@@ -56,6 +56,15 @@ def budget_of(setup: Setup, facts: Facts) -> Budget:
     return Budget(
         total=total, requested=requested, deducted=tuple(deducted), outside=tuple(outside), available=available
     )
+
+
+def _weights(setup: Setup) -> Quantity:
+    """Less what ``cpu_offload_gb`` leaves in host memory."""
+    weights, away = setup.launch.weights, setup.offloaded_bytes
+    if not away:
+        return weights
+    best, low, high = (max(0, value - away) for value in (weights.bytes, weights.low, weights.high))
+    return Quantity(bytes=best, low=low, high=high, source=weights.source, ref=f"{weights.ref}, less cpu_offload_gb")
 
 
 def _share(total: Quantity, share: Fraction) -> Quantity:

@@ -46,9 +46,7 @@ def checks_of(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, bloc
             return
 
 
-def _checks(
-    setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks: Count | None
-) -> Iterator[Check]:
+def _checks(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks: Count | None) -> Iterator[Check]:
     if setup.is_v1 and setup.pool_bytes is None:
         yield _free(budgets[0])
     yield _loads(max(budgets, key=lambda budget: _needed(budget).bytes))

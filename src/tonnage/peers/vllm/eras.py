@@ -29,7 +29,7 @@ NULL_BLOCK_CHECKED = (0, 33)
 
 
 def is_from(version: Version, since: tuple[int, ...]) -> bool:
-    """Whether the newest release that can be meant is ``since`` or later; one that is not known counts as the newest."""
+    """Whether the newest release that can be meant is ``since`` or later; what is not known counts as the newest."""
     return version.may_be(since=since)
 
 

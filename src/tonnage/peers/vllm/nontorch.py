@@ -29,6 +29,9 @@ def one_card_fact(setup: Setup) -> str:
         return "non-torch rocm"
     if not setup.is_v1:
         return "non-torch V0"
+    rank = setup.launch.rank
+    if rank.pp > 1 and rank.tp == 1:
+        return "non-torch stages"
     return "non-torch late" if eras.is_from(setup.launch.version, eras.MORE_NON_TORCH) else "non-torch V1"
 
 

@@ -42,5 +42,7 @@ def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
         yield "the encoder's dry run is not modelled: many or large pictures can make it the peak"
     if budget.total.low != budget.total.high:
         yield "the card's total is not the same on every machine: give the driver's own for a narrower answer"
+    if launch.get("enable_lora"):
+        yield "the buffers of adapters (max_loras x max_lora_rank) are not in these figures"
     if setup.num_drafts and not launch.config.mtp_layers:
         yield "a draft model's own weights and cache are not in these figures"

@@ -131,7 +131,7 @@ def _page_bytes(kept: Kept, block_tokens: int) -> int:
 def _tokens_of(kept: Kept, page_bytes: int, block_tokens: int) -> int:
     """A smaller page takes more tokens where that makes it as large as the largest, else it is filled up."""
     factor, rest = divmod(page_bytes, kept.num_bytes * block_tokens)
-    return block_tokens * factor if not rest else block_tokens * max(1, gcd(factor, 2**factor.bit_length()))
+    return block_tokens * factor if not rest else block_tokens * max(1, gcd(factor, 2 ** factor.bit_length()))
 
 
 def request_blocks(pages: Pages, setup: Setup, num_tokens: int) -> int:

@@ -117,12 +117,12 @@ def rule(setup: Setup, facts: Facts) -> Rule:
     fact = facts[sampler_fact(setup)]
     peak = peak_of(setup)
     lean = eras.is_from(setup.launch.version, eras.LEAN_SAMPLER)
-    dates = {"since": eras.LEAN_SAMPLER} if lean else {"before": eras.LEAN_SAMPLER}
     if fact.best * peak.sampler_entries + peak.beside_sampler_bytes < peak.forward_bytes:
         return Rule(name="forward peak", says=f"tokens of a step x 2 bytes x ({FORWARD})", records=("vllm-10517-29k",))
     return Rule(
         name="sampler peak",
         says=f"{float(fact.best):.1f} bytes x max_num_seqs x vocabulary, beside what the forward leaves",
         records=fact.records,
-        **dates,
+        since=eras.LEAN_SAMPLER if lean else None,
+        before=None if lean else eras.LEAN_SAMPLER,
     )

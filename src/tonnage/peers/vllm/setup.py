@@ -10,6 +10,7 @@ from tonnage.errors import InvalidSetting
 from tonnage.peers.launch import Launch
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.defaults import Default, batched_tokens, core, max_num_seqs, utilisation
+from tonnage.units import GiB, MiB
 
 T = TypeVar("T", int, Fraction)
 
@@ -27,6 +28,7 @@ class Setup:
     caches_states   prefixes are cached, and so one more state of each sequence is kept
     pool_bytes      the pool where it was asked for in bytes; num_blocks: where in blocks
     num_drafts      tokens that are drafted ahead
+    offloaded_bytes  weights that stay in host memory
     defaults        settings that were left out: (name, value, why)
     """
 
@@ -44,6 +46,7 @@ class Setup:
     pool_bytes: int | None
     num_blocks: int | None
     num_drafts: int
+    offloaded_bytes: int
     defaults: tuple[Default, ...]
 
     @property
@@ -89,6 +92,7 @@ def resolve(launch: Launch) -> Setup:
         pool_bytes=count(launch, "kv_cache_memory_bytes"),
         num_blocks=count(launch, "num_gpu_blocks_override"),
         num_drafts=count(launch, "num_speculative_tokens", allow_zero=True) or 0,
+        offloaded_bytes=_offloaded(launch),
         defaults=tuple(found),
     )
 
@@ -146,6 +150,20 @@ def _share(launch: Launch) -> Fraction | None:
             "gpu_memory_utilization", value, "not above 0 and at most 1", remedy="write a share such as 0.9"
         )
     return share
+
+
+def _offloaded(launch: Launch) -> int:
+    """``cpu_offload_gb`` is GiB in the engine's flag, and bytes where somebody has parsed it."""
+    value = launch.get("cpu_offload_gb")
+    if value is None:
+        return 0
+    try:
+        amount = Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        amount = Fraction(-1)
+    if amount < 0:
+        raise InvalidSetting("cpu_offload_gb", value, "not a size", remedy="write GiB, such as 4")
+    return int(amount if amount >= MiB else amount * GiB)
 
 
 def _choice(launch: Launch, name: str, words: tuple[str, ...]) -> str | None:
