@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -107,8 +108,14 @@ def rows(records: Iterable[dict]) -> list[Row]:
         is_mixed = any(check.get("why") == OF_TWO_RANKS for check in record["check"])
         if left_out.get(record["id"]) in NOT_OF_THE_FLAGS or is_mixed or not peer_rows.is_known(record):
             continue
-        found.append(Row(record["id"], record["logged"], resolve(peer_rows.launch_of(record))))
+        found.append(_row(record["id"]))
     return found
+
+
+@cache
+def _row(name: str) -> Row:
+    record = peer_rows.records()[name]
+    return Row(name, record["logged"], resolve(peer_rows.launch_of(record)))
 
 
 @dataclass(frozen=True, slots=True)

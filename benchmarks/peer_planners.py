@@ -15,11 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "unit")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 import peer_rows
 
 from tonnage.costs.price import weights_price
+from tonnage.peers.vllm.nontorch import is_linked
 from tonnage.peers.vllm.setup import resolve
 from tonnage.units import GiB
 
@@ -47,8 +48,6 @@ ARCHITECTURES = {
 
 def row_of(name: str) -> dict[str, object]:
     """What both are told of one start."""
-    from tonnage.peers.vllm.nontorch import is_linked
-
     launch = peer_rows.launch_of(peer_rows.records()[name])
     setup = resolve(launch)
     raw = {key: value for key, value in launch.config.raw.items() if key not in ("source", "note", "read_from")}

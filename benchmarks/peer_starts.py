@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "unit")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import peer_rows
 
@@ -27,6 +27,7 @@ from tonnage.peers.vllm.setup import Setup, resolve
 from tonnage.peers.vllm.start import predict
 from tonnage.units import GiB
 
+ROOT = Path(__file__).parents[1]
 Grouping = Callable[[dict], str]
 ERAS = ("V0", "V1 to 0.16", "0.17 to 0.20", "0.21 on")
 

@@ -157,11 +157,15 @@ def _failed() -> Iterator[str]:
         figures = [f"{label} {logged[key]:,}" for label, key in _FIGURES if key in logged]
         found = row.found
         lines.append([
-            row.id, peer_rows.records()[row.id]["engine_version"], row.why + (f" ({'; '.join(figures)})" * bool(figures)),
+            row.id, peer_rows.records()[row.id]["engine_version"], _with(row.why, figures),
             "starts" if found is None else found.says + ("" if row.is_sure else " (by best guess)"),
             "yes" if row.is_right else "no", "-" if found is None or not found.remedy else f"`{found.remedy}`",
         ])  # fmt: skip
     yield from _table(("start", "release", "logged", "predicted", "same reason", "remedy that was tried"), lines)
+
+
+def _with(text: str, figures: Sequence[str]) -> str:
+    return f"{text} ({'; '.join(figures)})" if figures else text
 
 
 _FIGURES = (

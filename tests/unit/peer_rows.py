@@ -171,3 +171,7 @@ def is_known(row: dict) -> bool:
         return False
     sees = any(word in row["model"] for word in ("-VL-", "Vision"))
     return not sees or row["model"] in ENCODERS
+
+
+def with_settings(launch: Launch, **settings: object) -> Launch:
+    return replace(launch, settings={**launch.settings, **settings})

@@ -31,10 +31,10 @@ def core(launch: Launch) -> str:
 
 
 def utilisation(version: Version) -> tuple[Fraction, str]:
-    """The share of the card's total."""
+    """The share of the card's total (vllm#38284)."""
     if eras.is_from(version, eras.UTILISATION_092):
-        return Fraction(92, 100), "of this release; 0.90 before 0.20"
-    return Fraction(90, 100), "of this release; 0.92 from 0.20 on"
+        return Fraction(92, 100), "of this release; 0.90 before 0.21"
+    return Fraction(90, 100), "of this release; 0.92 from 0.21 on"
 
 
 def is_large(card: Card, version: Version) -> bool:

@@ -10,10 +10,10 @@ V1_DEFAULT, ONLY_V1 = (0, 8), (0, 11)
 LEAN_SAMPLER = (0, 17)
 #: What is not torch's grew on one card.
 MORE_NON_TORCH = (0, 18)
-#: The default share of the card went from 0.90 to 0.92.
-UTILISATION_092 = (0, 20)
-#: The log's tokens are concurrency times length, no more blocks over groups; graphs are deducted before the pool.
-TOKENS_BY_LENGTH, GRAPHS_DEDUCTED = (0, 21), (0, 21)
+#: Graphs are deducted before the pool, and to make up for it the default share of the card went from 0.90 to 0.92.
+GRAPHS_DEDUCTED, UTILISATION_092 = (0, 21), (0, 21)
+#: The log's tokens are concurrency times length, no more blocks over groups.
+TOKENS_BY_LENGTH = (0, 21)
 #: Prefixes of hybrids are cached unless that is switched off.
 HYBRID_PREFIXES = (0, 21)
 #: Layers with windows are charged by their windows (before, by the whole length).

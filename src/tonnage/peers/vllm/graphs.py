@@ -54,7 +54,7 @@ def rule(setup: Setup, facts: Facts) -> Rule:
     records = facts["graphs per layer" if setup.is_v1 else "graphs V0"].records
     if setup.deducts_graphs:
         return Rule(
-            name="graphs", since=eras.GRAPHS_DEDUCTED, records=records,
+            name="graphs", since=eras.GRAPHS_DEDUCTED, records=records, source="vllm#38284",
             says="an estimate is deducted before the pool: so much for the first graph, and so much for each layer",
         )  # fmt: skip
     return Rule(

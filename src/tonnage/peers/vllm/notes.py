@@ -15,8 +15,11 @@ from tonnage.terms import Source
 _TURNS = (
     (eras.V1_DEFAULT, "the second engine core became the default"),
     (eras.LEAN_SAMPLER, "the sampler's dry run shrank to a third"),
-    (eras.UTILISATION_092, "the default gpu_memory_utilization went from 0.90 to 0.92"),
-    (eras.GRAPHS_DEDUCTED, "graphs are deducted before the pool, and the log's tokens mean another thing"),
+    (
+        eras.GRAPHS_DEDUCTED,
+        "graphs are deducted before the pool, the default utilisation went from 0.90 to 0.92, and the log's tokens "
+        "mean another thing",
+    ),
 )
 #: Cards that share their memory with the host.
 _UNIFIED = ("gb10", "jetson", "orin", "thor", "dgxspark")
