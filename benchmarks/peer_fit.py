@@ -37,13 +37,14 @@ NOT_OF_THE_FLAGS = (
 )
 #: What the records say of a log whose lines are not of one rank: in the first core only the first rank samples.
 OF_TWO_RANKS = "GiB line and token count come from different ranks"
-#: What collectives took in other starts whose records are not in the repository, GiB: vLLM on A100 with 4 and with 8
-#: ranks and on H100 with 2, less what one card takes; and what SGLang logs for its first collectives on H200 with 8.
-#: Last, what vLLM 0.19 logs on H100 with stages and no tensor parallelism.
+#: What other starts logged whose records are not in the repository, GiB, less what one card takes there: collectives of
+#: vLLM's first core on A100 with 4 and with 8 ranks and of a build on H100 with 2 (vllm#10511); of 0.11 on H100 with 2,
+#: with what releases before and after take as the upper end; what SGLang logs for its first collectives on H200 with 8;
+#: and what vLLM 0.19 logs on H100 with stages and no tensor parallelism.
 TABLED = {
-    "collectives linked V0": (0.33, 2.00),
-    "collectives linked V1": (0.42,),
-    "collectives linked": (1.8, 2.0),
+    "collectives linked V0": (0.33, 1.79, 2.00),
+    "collectives linked V1": (0.42, 0.42, 1.80),
+    "collectives linked": (1.80, 2.00),
     "non-torch stages": (0.07,),
 }
 #: Where no record is left: arithmetic on what the code allocates, or a round number. GiB, or bytes for "sampler lean".
@@ -106,7 +107,8 @@ def rows(records: Iterable[dict]) -> list[Row]:
     found = []
     for record in records:
         is_mixed = any(check.get("why") == OF_TWO_RANKS for check in record["check"])
-        if left_out.get(record["id"]) in NOT_OF_THE_FLAGS or is_mixed or not peer_rows.is_known(record):
+        is_build = ".dev" in record["engine_version"]  # of a pull request, whose accounting no release need have had
+        if left_out.get(record["id"]) in NOT_OF_THE_FLAGS or is_mixed or is_build or not peer_rows.is_known(record):
             continue
         found.append(_row(record["id"]))
     return found
@@ -124,8 +126,13 @@ class Sample:
     value: float
 
 
-def _fact(samples: Sequence[Sample], *, unit: str, scale: float = GiB, digits: float = _DIGITS) -> Fact:
-    """The median; as far as the records reach, and further by a share that shrinks with their number."""
+def _fact(
+    samples: Sequence[Sample], *, unit: str, scale: float = GiB, digits: float = _DIGITS, least: float | None = None
+) -> Fact:
+    """The median; as far as the records reach, and further by a share that shrinks with their number.
+
+    ``least``: nothing below it can be, whatever two digits of a log say.
+    """
     values = [sample.value for sample in samples]
     best, low, high = median(values), min(values), max(values)
     margin = max(digits, abs(best) * 0.02, (high - low) / (2 * len(values)))
@@ -133,7 +140,7 @@ def _fact(samples: Sequence[Sample], *, unit: str, scale: float = GiB, digits: f
         margin = max(margin, abs(best) * _LONE, _LONE_GIB)
     return Fact(
         best=_exact(best, scale),
-        low=_exact(low - margin, scale),
+        low=_exact(low - margin if least is None else max(least, low - margin), scale),
         high=_exact(high + margin, scale),
         unit=unit,
         records=tuple(sample.id for sample in samples),
@@ -240,7 +247,7 @@ def _non_torch(found: Sequence[Row]) -> dict[str, Fact]:
         if nontorch.collectives_fact(row.setup) is None:
             sample = Sample(row.id, row.logged["non_torch_gib"])
             alone.setdefault(nontorch.one_card_fact(row.setup), []).append(sample)
-    facts = {name: _fact(samples, unit="bytes", digits=0.03) for name, samples in alone.items()}
+    facts = {name: _fact(samples, unit="bytes", digits=0.03, least=0.0) for name, samples in alone.items()}
     between: dict[str, list[Sample]] = {
         name: [Sample("tabled", value) for value in values] for name, values in TABLED.items()
     }
@@ -251,7 +258,7 @@ def _non_torch(found: Sequence[Row]) -> dict[str, Fact]:
             value = row.logged["non_torch_gib"] - float(facts[own].best) / GiB
             between.setdefault(name, []).append(Sample(row.id, value))
     for name, samples in between.items():
-        facts[name] = _without_tabled(_fact(samples, unit="bytes", digits=0.03))
+        facts[name] = _without_tabled(_fact(samples, unit="bytes", digits=0.03, least=0.0))
     return facts
 
 

@@ -1,9 +1,10 @@
-"""Two offline planners on the rows that our own is judged on: `python benchmarks/peer_planners.py PYTHON OUT.json`.
+"""Offline planners on the rows that our own is judged on: `python benchmarks/peer_planners.py PYTHON PYTHON2 OUT.json`.
 
-PYTHON is the interpreter of an environment with vramscout 0.7.0 and modelinfo-cli 1.4.4; nothing else of it is used,
-and no network. Each gets what it can take: the config.json, the card's total of the record, the utilisation, the ranks
-and the length; modelinfo also the size of the checkpoint, which it would read from the files' headers. What one
-refuses is an empty figure with its own words.
+PYTHON is the interpreter of an environment with vramscout 0.7.0 and modelinfo-cli 1.4.4, PYTHON2 of one with
+aiconfigurator 0.12.0; nothing else of them is used, and no network. Each gets what it can take: the config.json, the
+card's total of the record, the utilisation, the ranks and the length; modelinfo also the size of the checkpoint, which
+it would read from the files' headers; aiconfigurator the sequences and the tokens of a step, and the one release of
+vLLM that it has tables for on that card. What one refuses is an empty figure with its own words.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
 import peer_rows
 
+from tonnage.costs.layers import Experts
 from tonnage.costs.price import weights_price
 from tonnage.peers.vllm.nontorch import is_linked
 from tonnage.peers.vllm.setup import resolve
@@ -35,6 +37,21 @@ found = calculate_footprint(
     gpu_vram_bytes=row["total_bytes"] * row["tp"], gpu_util=row["utilisation"])
 print(found["vllm_metrics"]["paged_kv_pool"] / row["tp"] / 2**30)
 """
+#: Run by the third interpreter: a folder with a config.json, one row on its standard input.
+AICONFIGURATOR = """
+import json, logging, sys
+logging.disable(logging.CRITICAL)
+from aiconfigurator_core.sdk.memory import estimate_kv_cache
+row = json.load(sys.stdin)
+found = estimate_kv_cache(
+    row["folder"], row["system"], "vllm", row["release"], max_num_tokens=row["chunk"],
+    max_batch_size=row["sequences"], memory_fraction_kind="of_total", memory_fraction_value=row["utilisation"],
+    tp_size=row["tp"], gpu_memory_capacity_bytes_override=row["total_bytes"],
+    **({"moe_tp_size": row["tp"], "moe_ep_size": 1} if row["has_experts"] else {}))
+print("POOL", found["total_kv_size_bytes"] / 2**30)
+"""
+#: What aiconfigurator calls a card, by the first letters of ours, and the release it has tables for.
+SYSTEMS = {"H100": "h100_sxm", "80GB-class": "a100_sxm", "A100": "a100_sxm", "L40S": "l40s", "H200": "h200_sxm"}
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM", "opt": "OPTForCausalLM", "mixtral": "MixtralForCausalLM",
@@ -56,7 +73,9 @@ def row_of(name: str) -> dict[str, object]:
         "config": raw, "tp": launch.rank.tp, "total_bytes": launch.card.total_bytes,
         "utilisation": float(setup.utilisation), "length": setup.max_model_len, "chunk": setup.batched_tokens,
         "is_linked": is_linked(launch.card), "kv_dtype": launch.kv_dtype or "auto",
-        "checkpoint_bytes": weights_price(launch.config).quantity.bytes,
+        "checkpoint_bytes": weights_price(launch.config).quantity.bytes, "sequences": setup.max_num_seqs,
+        "has_experts": any(isinstance(layer.feed_forward, Experts) for layer in launch.config.layers),
+        "system": next((system for name, system in SYSTEMS.items() if launch.card.name.startswith(name)), None),
     }  # fmt: skip
 
 
@@ -84,6 +103,22 @@ def vramscout(python: Path, row: dict[str, object]) -> dict[str, object]:
         return {"pool_gib": None, "why": _last(done.stderr or done.stdout)}
 
 
+def aiconfigurator(python: Path, row: dict[str, object]) -> dict[str, object]:
+    """The pool of one rank by its own model of the release it knows."""
+    if row["system"] is None:
+        return {"pool_gib": None, "why": "no such card"}
+    systems = next(python.parents[1].glob("lib/python*/site-packages/aiconfigurator_core/systems/data"))
+    releases = sorted(path.name for path in (systems / str(row["system"]) / "gemm" / "vllm").glob("*"))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(row["config"]), encoding="utf-8")
+        told = {**row, "folder": folder, "release": releases[-1] if releases else None}
+        done = _run([str(python), "-c", AICONFIGURATOR], text=json.dumps(told))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("POOL ")]
+    if done.returncode or not lines:
+        return {"pool_gib": None, "why": _last(done.stderr.replace(folder, "MODEL"))}
+    return {"pool_gib": round(float(lines[-1].split()[1]), 3)}
+
+
 def _run(command: list[str], *, text: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
@@ -96,16 +131,20 @@ def _last(text: str) -> str:
     return lines[-1][:160] if lines else "no answer"
 
 
-def main(python: str, out: str) -> None:
+def main(python: str, second: str, out: str) -> None:
     lists = peer_rows.eligible()
     found = {}
     for name in (*lists["pool"], *lists["pool_at_default"]):
         row = row_of(name)
-        found[name] = {"vramscout 0.7.0": vramscout(Path(python), row), "modelinfo 1.4.4": modelinfo(Path(python), row)}
+        found[name] = {
+            "vramscout 0.7.0": vramscout(Path(python), row),
+            "modelinfo 1.4.4": modelinfo(Path(python), row),
+            "aiconfigurator 0.12.0": aiconfigurator(Path(second), row),
+        }
         print(name, found[name])
-    about = "Pools in GiB of one rank as two offline planners give them; made by benchmarks/peer_planners.py"
+    about = "Pools in GiB of one rank as offline planners give them; made by benchmarks/peer_planners.py"
     Path(out).write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:4])

@@ -6,8 +6,9 @@ from tonnage.hardware import Card
 from tonnage.peers.start import Rule
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.facts import Facts
+from tonnage.peers.vllm.peak import peak_of
 from tonnage.peers.vllm.setup import Setup
-from tonnage.terms import Quantity
+from tonnage.terms import Quantity, Source
 
 #: Cards whose kind is linked by NVLink, where collectives keep large buffers; others talk over PCIe.
 LINKED = ("h100", "h200", "h20", "h800", "a100", "a800", "b200", "b300", "gb200", "gb300", "80gb-class", "141gb-class")
@@ -58,7 +59,7 @@ def non_torch(setup: Setup, facts: Facts) -> Quantity:
     if between is not None:
         parts.append(facts[between].of(1, ref=between))
     if not eras.is_from(setup.launch.version, eras.NON_TORCH_COUNTED):
-        parts.append(context(setup, facts))
+        parts += [context(setup, facts), _reserved(setup)]
     return Quantity(
         bytes=sum(part.bytes for part in parts),
         low=sum(part.low for part in parts),
@@ -66,6 +67,14 @@ def non_torch(setup: Setup, facts: Facts) -> Quantity:
         source=parts[0].source,
         ref="; ".join(part.ref for part in parts),
     )
+
+
+def _reserved(setup: Setup) -> Quantity:
+    """Before 0.6.4 all that torch had reserved in the dry run was charged, used or not: up to the run's own size again,
+    and with several ranks up to a third of the weights (vllm#2031). Counted with nothing, and with that as its end."""
+    launch = setup.launch
+    most = peak_of(setup).forward_bytes + (launch.weights.bytes // 3 if launch.rank.tp > 1 else 0)
+    return Quantity(bytes=0, low=0, high=most, source=Source.ASSUMED, ref="reserved and not used")
 
 
 def context(setup: Setup, facts: Facts) -> Quantity:
