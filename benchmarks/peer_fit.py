@@ -37,13 +37,12 @@ NOT_OF_THE_FLAGS = (
 )
 #: What the records say of a log whose lines are not of one rank: in the first core only the first rank samples.
 OF_TWO_RANKS = "GiB line and token count come from different ranks"
-#: What other starts logged whose records are not in the repository, GiB, less what one card takes there: collectives of
-#: vLLM's first core on A100 with 4 and with 8 ranks and of a build on H100 with 2 (vllm#10511); of 0.11 on H100 with 2,
-#: with what releases before and after take as the upper end; what SGLang logs for its first collectives on H200 with 8;
-#: and what vLLM 0.19 logs on H100 with stages and no tensor parallelism.
+#: What other starts logged whose records are not in the repository, GiB, less what one card takes there. Collectives:
+#: of vLLM's first core on A100 with 4 and with 8 ranks and of a build on H100 with 2 (vllm#10511); of 0.11 on H100 with
+#: 2; of SGLang's first ones on H200 with 8. Stages: vLLM 0.19 on H100 without tensor parallelism.
 TABLED = {
-    "collectives linked V0": (0.33, 1.79, 2.00),
-    "collectives linked V1": (0.42, 0.42, 1.80),
+    "collectives linked early": (0.33, 1.79, 2.00),
+    "collectives linked first": (0.42,),
     "collectives linked": (1.80, 2.00),
     "non-torch stages": (0.07,),
 }

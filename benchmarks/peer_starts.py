@@ -89,13 +89,24 @@ def pool_rows(names: Iterable[str], group: Grouping = by_source) -> list[PoolRow
     for name in names:
         start = predicted(name, group)
         best, low, high = (value / GiB for value in (start.pool.bytes, start.pool.low, start.pool.high))
-        found.append(PoolRow(name, era_of(resolve(start.launch)), logged_pool(name, start), best, low, high))
+        logged = logged_pool(peer_rows.records()[name]["logged"], start)
+        found.append(PoolRow(name, era_of(resolve(start.launch)), logged, best, low, high))
     return found
 
 
-def logged_pool(name: str, start: Start) -> float:
+def later_rows() -> list[PoolRow]:
+    """Starts that were found after the rules had been written, by the coefficients of the package."""
+    found = []
+    for name, record in peer_rows.later().items():
+        start = predict(peer_rows.launch_of(record))
+        best, low, high = (value / GiB for value in (start.pool.bytes, start.pool.low, start.pool.high))
+        logged = logged_pool(record["logged"], start)
+        found.append(PoolRow(name, era_of(resolve(start.launch)), logged, best, low, high))
+    return found
+
+
+def logged_pool(logged: dict, start: Start) -> float:
     """GiB as logged, or blocks of a uniform cache times their bytes."""
-    logged = peer_rows.records()[name]["logged"]
     if "kv_cache_gib" in logged:
         return float(logged["kv_cache_gib"])
     assert start.bytes_per_token is not None

@@ -15,6 +15,7 @@ from peer_starts import (
     by_source,
     by_team,
     failed_rows,
+    later_rows,
     percentile,
     pool_rows,
     token_rows,
@@ -31,7 +32,7 @@ def page(text: str) -> str:
 
 
 def report() -> str:
-    return "\n".join([*_figures(), *_pools(), *_tokens(), *_failed()])
+    return "\n".join([*_figures(), *_pools(), *_later(), *_tokens(), *_failed()])
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -121,10 +122,32 @@ def _pool_line(row: PoolRow, team: PoolRow, names: Sequence[str], *, at_default:
     return [
         row.id + " (default)" * at_default, record["engine_version"], record["model"].split("/")[-1],
         record["gpu"] + split, f"{row.logged:.2f}", f"{row.best:.2f}",
-        f"{row.low:.2f} to {row.high:.2f}" + ("" if row.is_covered else " (out)"), f"{row.best / row.logged - 1:+.1%}",
+        _interval(row), f"{row.best / row.logged - 1:+.1%}",
         f"{team.best / team.logged - 1:+.1%}",
         *("-" if other is None else f"{other:.2f} ({other / row.logged - 1:+.1%})" for other in others),
     ]  # fmt: skip
+
+
+def _interval(row: PoolRow) -> str:
+    return f"{row.low:.2f} to {row.high:.2f}" + ("" if row.is_covered else " (out)")
+
+
+def _later() -> Iterator[str]:
+    rows = later_rows()
+    covered = sum(row.is_covered for row in rows)
+    yield f"### Starts found after the rules were written, GiB: {covered} of {len(rows)} in the interval"
+    yield ""
+    lines = []
+    for row in rows:
+        record = peer_rows.later()[row.id]
+        lines.append([
+            row.id, record["engine_version"], record["model"].split("/")[-1], f"{record['gpu']} tp{record['tp']}",
+            f"{row.logged:.2f}", f"{row.best:.2f}", _interval(row), f"{row.best / row.logged - 1:+.1%}",
+            record["notes"],
+        ])  # fmt: skip
+    yield from _table(
+        ("start", "release", "model", "card", "logged", "predicted", "interval", "error", "remark"), lines
+    )
 
 
 def _tokens() -> Iterator[str]:

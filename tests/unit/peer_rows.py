@@ -106,6 +106,13 @@ def records() -> dict[str, dict]:
 
 
 @cache
+def later() -> dict[str, dict]:
+    """Starts that were found after the rules had been written: in no fit and in no list."""
+    lines = (shapes.DATA / "later-starts.jsonl").read_text(encoding="utf-8").splitlines()
+    return {row["id"]: row for row in map(json.loads, lines)}
+
+
+@cache
 def eligible() -> dict:
     return json.loads((shapes.DATA / "eligible.json").read_text(encoding="utf-8"))
 

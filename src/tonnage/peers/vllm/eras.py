@@ -20,6 +20,8 @@ HYBRID_PREFIXES = (0, 21)
 WINDOW_GROUPS = (0, 9, 2)
 #: Groups of nearly as many layers are filled up to the larger one: up to a quarter more, later up to a half.
 PADDED_GROUPS, MORE_PADDED_GROUPS = (0, 11), (0, 23)
+#: Process groups are made before the first look at free memory (vllm#25359): most of them lies outside the budget.
+COLLECTIVES_FIRST = (0, 11)
 #: Scratch of the experts is kept, and so lies beside the sampler's dry run.
 EXPERT_WORKSPACE = (0, 13)
 #: The profile knew of memory that torch does not hand out, and the first context was no longer charged.

@@ -42,10 +42,10 @@ def collectives_fact(setup: Setup) -> str | None:
         return None
     if not is_linked(setup.launch.card):
         return "collectives pcie"
-    if not setup.is_v1:
-        return "collectives linked V0"
-    is_late = eras.is_from(setup.launch.version, eras.LEAN_SAMPLER)
-    return "collectives linked" if is_late else "collectives linked V1"
+    version = setup.launch.version
+    if not eras.is_from(version, eras.COLLECTIVES_FIRST):
+        return "collectives linked early"
+    return "collectives linked" if eras.is_from(version, eras.LEAN_SAMPLER) else "collectives linked first"
 
 
 def context_fact(setup: Setup) -> str:

@@ -16,6 +16,8 @@ from tonnage.units import ceil_div
 
 #: Tokens that the fused kernel of experts takes at once.
 EXPERT_CHUNK_TOKENS = 32_768
+#: The compute capability, times ten, of the cards that the lean sampler was logged on.
+_LEAN_SEEN_FROM = 90
 #: How far the closed form of a forward can be off: kernels keep more or less of it.
 _FORWARD_LOW, _FORWARD_HIGH = (9, 10), (5, 4)
 
@@ -105,11 +107,20 @@ def activation_peak(setup: Setup, facts: Facts) -> Quantity:
         for each, forward, over, outputs in (
             (sampler.bytes, peak.forward_bytes, base.bytes, extra.bytes),
             (sampler.low, peak.forward_bytes * _FORWARD_LOW[0] // _FORWARD_LOW[1], base.low, extra.low),
-            (sampler.high, peak.forward_bytes * _FORWARD_HIGH[0] // _FORWARD_HIGH[1], base.high, extra.high),
+            (_most(setup, facts), peak.forward_bytes * _FORWARD_HIGH[0] // _FORWARD_HIGH[1], base.high, extra.high),
         )
     )
     ref = sampler.ref if sampler.bytes + beside >= peak.forward_bytes else "forward's dry run, a closed form"
     return Quantity(bytes=best, low=min(low, best), high=high, source=Source.PREDICTED, ref=ref)
+
+
+def _most(setup: Setup, facts: Facts) -> int:
+    """The upper end of the sampler's run. Every record of the lean one is of a Hopper card; what one older card logged
+    (fs-51771234912) leaves room for the early one."""
+    name = sampler_fact(setup)
+    if 0 < setup.launch.card.sm < _LEAN_SEEN_FROM:
+        name = "sampler"
+    return facts[name].of(peak_of(setup).sampler_entries, ref=name).high
 
 
 def rule(setup: Setup, facts: Facts) -> Rule:
