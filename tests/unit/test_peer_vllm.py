@@ -20,7 +20,7 @@ from tonnage.peers.launch import Launch
 from tonnage.peers.predict import predict
 from tonnage.peers.start import Start
 from tonnage.peers.version import Version
-from tonnage.peers.vllm.pages import group_layers, pages_of
+from tonnage.peers.vllm.pages import group_layers, pages_of, request_blocks
 from tonnage.peers.vllm.setup import resolve
 from tonnage.peers.vllm.workers import partition
 from tonnage.terms import Quantity, Rank, Source
@@ -198,6 +198,21 @@ def test_an_8_bit_cache_holds_twice_the_tokens():
     wide, narrow = (predict(launch(kv_dtype=dtype)) for dtype in (None, "fp8"))
     assert narrow.pool.bytes == pytest.approx(wide.pool.bytes, rel=0.001)
     assert narrow.logged_tokens.best == pytest.approx(2 * wide.logged_tokens.best, rel=0.001)
+
+
+def test_knobs_may_come_by_another_door():
+    assert predict(launch(kv_cache_dtype="fp8")).logged_tokens == predict(launch(kv_dtype="fp8")).logged_tokens
+    inside = resolve(launch(speculative_config={"method": "mtp", "num_speculative_tokens": 2}))
+    assert inside.num_drafts == resolve(launch(num_speculative_tokens=2)).num_drafts == 2
+
+
+def test_drafts_take_states_and_a_layer():
+    """A state for each drafted token, and one more layer that keeps everything."""
+    plain, drafting = (resolve(launch("qwen3.6-27b", version="0.24.0", num_speculative_tokens=number))
+                       for number in (None, 2))  # fmt: skip
+    own, more = pages_of(plain), pages_of(drafting)
+    assert more.block_bytes > own.block_bytes
+    assert request_blocks(more, drafting, 16) - request_blocks(own, plain, 16) == 2 * 3
 
 
 def test_logged_weights_have_all_that_lies_beside_them():

@@ -70,6 +70,13 @@ def test_left_out_records_have_no_part_in_the_fit():
             assert all(record["id"] not in fact.records for fact in facts.values())
 
 
+def test_starts_that_were_found_later():
+    """In no fit: five of six within their interval; the build of a pull request is not."""
+    rows = peer_starts.later_rows()
+    assert {row.id for row in rows if not row.is_covered} == {"later-10511-a"}
+    assert not set(peer_rows.later()) & set(peer_rows.records())
+
+
 @pytest.mark.parametrize("kind", ["tokens_dense", "tokens_mixed"])
 def test_tokens_follow_from_the_logged_pool(kind):
     rows = peer_starts.token_rows(peer_rows.eligible()[kind])

@@ -67,7 +67,8 @@ def _keeps(kind: KVGroupKind, launch: Launch) -> Keeps:
 
 def _dtypes(launch: Launch) -> Dtypes:
     own = launch.dtype or launch.config.dtype
-    asked = own if launch.kv_dtype in AUTO_DTYPES else str(launch.kv_dtype)
+    wanted = launch.kv_dtype if launch.kv_dtype not in AUTO_DTYPES else launch.get("kv_cache_dtype")
+    asked = own if wanted in AUTO_DTYPES else str(wanted)
     kv = parse_dtype(asked, knob="kv_cache_dtype", allowed=(*KV_DTYPES, FP8_DS_MLA))
     if kv == "float8_e4m3fn" and any(isinstance(mixer, Latent) and mixer.index_head_dim for mixer in _mixers(launch)):
         kv = FP8_DS_MLA  # what the sparse kernels read

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar
 
@@ -91,7 +92,7 @@ def resolve(launch: Launch) -> Setup:
         deducts_graphs=not eager and _deducts_graphs(launch),
         pool_bytes=count(launch, "kv_cache_memory_bytes"),
         num_blocks=count(launch, "num_gpu_blocks_override"),
-        num_drafts=count(launch, "num_speculative_tokens", allow_zero=True) or 0,
+        num_drafts=_drafts(launch),
         offloaded_bytes=_offloaded(launch),
         defaults=tuple(found),
     )
@@ -150,6 +151,15 @@ def _share(launch: Launch) -> Fraction | None:
             "gpu_memory_utilization", value, "not above 0 and at most 1", remedy="write a share such as 0.9"
         )
     return share
+
+
+def _drafts(launch: Launch) -> int:
+    """By itself, or inside ``speculative_config``."""
+    config = launch.get("speculative_config")
+    inner = config.get("num_speculative_tokens") if isinstance(config, Mapping) else None
+    if inner is not None:
+        launch = replace(launch, settings={"num_speculative_tokens": inner})
+    return count(launch, "num_speculative_tokens", allow_zero=True) or 0
 
 
 def _offloaded(launch: Launch) -> int:
