@@ -1,0 +1,232 @@
+"""Shell text cut into simple commands, as far as a launch needs it: quotes, comments, continuations, variables.
+
+Nothing is ever run. What only a run could tell (``$(...)``, a variable that nothing gives a value to) stays in the
+word as it was typed, and the word says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tonnage.errors import InputError
+
+#: Characters of a file of commands that are read. Longer ones are data, not commands.
+MOST_CHARACTERS = 1_000_000
+#: Times that variables may stand in one another's values.
+_DEPTH = 8
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
+_ENDS = ";&|\n()"
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """One word after quotes and variables. ``unknown``: variables in it without a value."""
+
+    text: str
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Simple:
+    """One simple command: its assignments, its words, and the line that it begins on."""
+
+    words: tuple[Word, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    line: int = 1
+
+
+def simple_commands(text: str, given: Mapping[str, str] | None = None) -> list[Simple]:
+    """Every simple command of ``text`` in order. ``given``: values of variables that the text does not set.
+
+    Assignments that stand alone, and those of ``export``, hold for the commands after them. Raises ``InputError`` for
+    a quote that never ends, and for text that is too long.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise InputError(f"{len(text):,} characters are too many for a launch command", remedy="give the command alone")
+    known = dict(given or {})
+    found = []
+    for line, raw in _Lexer(text).commands():
+        words = [_expand(word, known) for word in raw]
+        if words and words[0].text in ("export", "declare", "set", "readonly", "local"):
+            words = [word for word in words[1:] if not word.text.startswith("-")]
+            known.update(_taken(words)[0])
+            continue
+        variables, rest = _taken(words)
+        if rest:
+            found.append(Simple(tuple(rest), variables, line))
+        else:
+            known.update(variables)
+    return found
+
+
+def _taken(words: list[Word]) -> tuple[dict[str, str], list[Word]]:
+    """The assignments in front, and what is left. One whose value is not known assigns nothing."""
+    variables: dict[str, str] = {}
+    for place, word in enumerate(words):
+        match = _ASSIGNMENT.fullmatch(word.text)
+        if match is None:
+            return variables, words[place:]
+        if not word.unknown:
+            variables[match[1]] = (variables.get(match[1], "") if match[2] else "") + match[3]
+    return variables, []
+
+
+#: A word as it was read: pieces of text with whether variables in them count.
+_Raw = list[tuple[str, bool]]
+
+
+class _Lexer:
+    def __init__(self, text: str) -> None:
+        self._text = text.replace("\r\n", "\n").replace("\\\n", "  ")
+        # Continuations are two blanks above, so that places stay; lines are counted in the text as it was.
+        self._lines = [match.start() for match in re.finditer("\n", text.replace("\r\n", "\n"))]
+        self._at = 0
+
+    def commands(self) -> list[tuple[int, list[_Raw]]]:
+        found: list[tuple[int, list[_Raw]]] = []
+        words: list[_Raw] = []
+        begins = 0
+        while self._at < len(self._text):
+            letter = self._text[self._at]
+            if letter in " \t":
+                self._at += 1
+            elif letter == "#" and self._at_word_start():
+                self._skip_line()
+            elif letter in "<>" or (letter == "&" and self._text[self._at + 1 : self._at + 2] == ">"):
+                self._redirection(words)
+            elif letter in _ENDS:
+                self._at += 1
+                if words:
+                    found.append((self._line(begins), words))
+                words = []
+            else:
+                begins = begins if words else self._at
+                words.append(self._word())
+        if words:
+            found.append((self._line(begins), words))
+        return found
+
+    def _line(self, place: int) -> int:
+        from bisect import bisect_left
+
+        return bisect_left(self._lines, place) + 1
+
+    def _at_word_start(self) -> bool:
+        return self._at == 0 or self._text[self._at - 1] in " \t" + _ENDS
+
+    def _skip_line(self) -> None:
+        end = self._text.find("\n", self._at)
+        self._at = len(self._text) if end < 0 else end
+
+    def _redirection(self, words: list[_Raw]) -> None:
+        """The operator, and the number of a stream in front of it; the target is dropped as well."""
+        if document := _HEREDOC.match(self._text, self._at):
+            end = re.compile(rf"^\s*{re.escape(document[2])}[ \t]*$", re.MULTILINE).search(self._text, document.end())
+            self._at = len(self._text) if end is None else end.end()
+            return
+        if words and self._text[self._at - 1] not in " \t" and words[-1][-1][0].isdigit():
+            words.pop()
+        while self._at < len(self._text) and self._text[self._at] in "<>&":
+            self._at += 1
+        while self._at < len(self._text) and self._text[self._at] in " \t":
+            self._at += 1
+        if self._at < len(self._text) and self._text[self._at] not in _ENDS:
+            self._word()
+
+    def _word(self) -> _Raw:
+        pieces: _Raw = []
+        plain = ""
+        while self._at < len(self._text) and self._text[self._at] not in " \t<>" + _ENDS:
+            letter = self._text[self._at]
+            if letter in "'\"":
+                pieces.append((plain, True))
+                pieces.append((self._quoted(letter), letter == '"'))
+                plain = ""
+            elif letter == "\\" and self._at + 1 < len(self._text):
+                pieces += [(plain, True), (self._text[self._at + 1], False)]
+                plain = ""
+                self._at += 2
+            elif self._text.startswith("$(", self._at) or letter == "`":
+                plain += self._substitution(letter)
+            elif self._text.startswith("${", self._at):
+                end = self._text.find("}", self._at)
+                end = len(self._text) if end < 0 else end + 1
+                plain += self._text[self._at : end]
+                self._at = end
+            else:
+                plain += letter
+                self._at += 1
+        return [*pieces, (plain, True)]
+
+    def _quoted(self, quote: str) -> str:
+        start = self._at + 1
+        at = start
+        while at < len(self._text) and self._text[at] != quote:
+            at += 2 if quote == '"' and self._text[at] == "\\" else 1
+        if at >= len(self._text):
+            raise InputError(f"line {self._line(self._at)}: a quote {quote} that never ends", remedy="close it")
+        self._at = at + 1
+        inside = self._text[start:at]
+        return inside if quote == "'" else re.sub(r'\\(["\\`])', r"\1", inside)
+
+    def _substitution(self, letter: str) -> str:
+        """``$(...)`` or `...` whole: it stays a value that nobody knows."""
+        start, depth = self._at, 0
+        self._at += 1
+        while self._at < len(self._text):
+            now = self._text[self._at]
+            self._at += 1
+            depth += (now == "(") - (now == ")") if letter == "$" else 0
+            if (letter == "$" and now == ")" and depth == 0) or (letter == "`" and now == "`"):
+                break
+        return self._text[start : self._at]
+
+
+def _expand(raw: _Raw, known: Mapping[str, str]) -> Word:
+    found = [filled(text, known) if counts else Word(text) for text, counts in raw]
+    return Word("".join(word.text for word in found), tuple(dict.fromkeys(n for word in found for n in word.unknown)))
+
+
+_VARIABLE = re.compile(r"\\\$|\$(?:(?P<plain>[A-Za-z_]\w*|[@*#?\d])|\{(?P<braced>[^}]*)\}|(?P<run>\())|`")
+_BRACED = re.compile(r"([A-Za-z_]\w*)(?:(:?[-=])(.*)|(:?\?.*))?", re.DOTALL)
+
+
+def filled(text: str, known: Mapping[str, str], depth: int = 0) -> Word:
+    """``text`` with its variables' values in it; those without one stay as typed and are named."""
+    unknown: list[str] = []
+
+    def value(match: re.Match[str]) -> str:
+        if match[0] == "\\$":
+            return "$"
+        if match["run"] or match[0] == "`":
+            unknown.append("$(...)")
+            return match[0]
+        name, default = match["plain"], None
+        if name is None:
+            braced = _BRACED.fullmatch(match["braced"])
+            if braced is None:
+                unknown.append("${" + match["braced"] + "}")
+                return match[0]
+            name, default = braced[1], braced[3] if braced[2] else None
+        if known.get(name):
+            return known[name]
+        if default is not None and depth < _DEPTH:
+            inner = filled(default, known, depth + 1)
+            unknown.extend(inner.unknown)
+            return inner.text
+        if name in known:
+            return known[name]
+        unknown.append(name)
+        return match[0]
+
+    done = _VARIABLE.sub(value, text) if "$" in text or "`" in text else text
+    return Word(done, tuple(dict.fromkeys(unknown)))
+
+
+def with_variables(simple: Simple, variables: Mapping[str, str]) -> Simple:
+    """The command with more of an environment; its own assignments win."""
+    return replace(simple, variables={**variables, **simple.variables})
