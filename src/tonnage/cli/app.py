@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from tonnage import __version__
 from tonnage.errors import TonnageError
 
 #: Adding a verb is one file, and its name here. A file is imported when its verb is asked for, or help for all.
-VERBS = ("plan", "fit", "curve", "buckets", "run", "bench", "soak", "report", "diff", "devices")
+VERBS = ("plan", "fit", "curve", "buckets", "run", "bench", "soak", "report", "diff", "devices", "lint", "explain-log")
 
 TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
 INTERRUPTED, PIPE_CLOSED = 130, 141
@@ -40,8 +40,15 @@ def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
     )
     app.callback()(_top)
     for verb in verbs:
-        app.command(name=verb)(getattr(import_module(f"tonnage.cli.{verb}"), verb))
+        app.command(name=verb)(_verb(verb))
     return app
+
+
+def _verb(name: str) -> Callable[..., object]:
+    """The function of a verb, from the file of its name; a file has underscores where a verb has dashes."""
+    known = name.replace("-", "_")
+    found: Callable[..., object] = getattr(import_module(f"tonnage.cli.{known}"), known)
+    return found
 
 
 def _show_version(asked: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from tonnage.errors import InvalidSetting
 from tonnage.peers.commands.command import Place
+from tonnage.peers.commands.known import words_of
 from tonnage.peers.commands.shell import Word
 from tonnage.units import KiB, MiB
 
@@ -15,9 +16,9 @@ from tonnage.units import KiB, MiB
 DEFAULT_SHM_BYTES = 64 * MiB
 _RUNTIMES = ("docker", "podman", "nerdctl")
 #: Options of ``run`` that stand alone; every other one takes a value.
-_ALONE = frozenset(
+_ALONE = words_of(
     "-d --detach -i --interactive -t --tty -it -ti -dit -itd -P --publish-all --rm --privileged --init --read-only "
-    "--no-healthcheck --oom-kill-disable --sig-proxy -q --quiet -id -di -dt -td".split()
+    "--no-healthcheck --oom-kill-disable --sig-proxy -q --quiet -id -di -dt -td"
 )
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([bkmgt]?)(?:i?b)?", re.IGNORECASE)
 

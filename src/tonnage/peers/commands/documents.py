@@ -72,7 +72,9 @@ def _size(value: object, sizes: dict[int, int | None], name: str) -> int:
         now, is_done = stack.pop()
         inside = list(now.values()) if isinstance(now, dict) else now if isinstance(now, list) else []
         if is_done:
-            sizes[id(now)] = 1 + sum(sizes.get(id(each)) or 1 if isinstance(each, dict | list) else 1 for each in inside)
+            sizes[id(now)] = 1 + sum(
+                sizes.get(id(each)) or 1 if isinstance(each, dict | list) else 1 for each in inside
+            )
             continue
         if not isinstance(now, dict | list) or sizes.get(id(now)):
             continue

@@ -65,7 +65,9 @@ def container_launches(words: Sequence[Word], place: Place, where: str, *, depth
 
 def _is_other_program(word: str) -> bool:
     """Whether a container's first word names a program, not a flag nor a model."""
-    return not word.startswith("-") and (word in ("bash", "sh", "sleep", "python", "python3") or word.startswith("/bin"))
+    return not word.startswith("-") and (
+        word in ("bash", "sh", "sleep", "python", "python3") or word.startswith("/bin")
+    )
 
 
 def _begins(texts: Sequence[str]) -> tuple[str, int] | None:
@@ -167,7 +169,7 @@ def _flag(engine: str, word: Word, left: list[Word]) -> Flag:
 def _name(engine: str, written: str) -> tuple[str, bool]:
     """The canonical name; ``--no-enable-x`` is ``enable_x`` switched off; an abbreviation is its only long form."""
     name = kinds.canonical(engine, written)
-    if written.startswith("--no-") or written.startswith("--no_"):
+    if written.startswith(("--no-", "--no_")):
         return kinds.canonical(engine, written[5:]), True
     if written.startswith("--") and kinds.kind_of(engine, name) is None and "." not in name:
         from tonnage.peers.commands import known

@@ -27,10 +27,10 @@ def _table(**names: str) -> dict[str, Kind]:
 
 
 VLLM = _table(
-    count="max_num_seqs max_num_batched_tokens block_size tensor_parallel_size pipeline_parallel_size data_parallel_size "
-    "data_parallel_size_local decode_context_parallel_size prefill_context_parallel_size max_loras max_lora_rank "
-    "max_cpu_loras num_gpu_blocks_override max_seq_len_to_capture max_cudagraph_capture_size nnodes num_scheduler_steps "
-    "long_prefill_token_threshold api_server_count num_speculative_tokens",
+    count="max_num_seqs max_num_batched_tokens block_size tensor_parallel_size pipeline_parallel_size "
+    "data_parallel_size data_parallel_size_local decode_context_parallel_size prefill_context_parallel_size "
+    "max_loras max_lora_rank max_cpu_loras num_gpu_blocks_override max_seq_len_to_capture max_cudagraph_capture_size "
+    "nnodes num_scheduler_steps long_prefill_token_threshold api_server_count num_speculative_tokens",
     number="max_logprobs optimization_level seed",
     length="max_model_len",
     share="gpu_memory_utilization",

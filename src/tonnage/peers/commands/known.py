@@ -10,28 +10,35 @@ from tonnage.peers.version import Version
 
 _DATA = Path(__file__).parent / "data"
 
+
+def words_of(text: str) -> frozenset[str]:
+    """The words of a text, as a set."""
+    return frozenset(text.split())
+
+
 #: Flags of the front ends and of wrappers, which decide nothing here and come and go with less notice.
-FRONT_END = frozenset(
+FRONT_END = words_of(
     "model model_path host port served_model_name uds api_key config api_server_count headless root_path chat_template "
     "chat_template_content_format allow_credentials allowed_origins allowed_methods allowed_headers ssl_keyfile "
     "ssl_certfile ssl_ca_certs ssl_cert_reqs enable_ssl_refresh ssl_ciphers middleware uvicorn_log_level "
     "disable_uvicorn_access_log disable_access_log_for_endpoints disable_fastapi_docs enable_offline_docs lora_modules "
     "prompt_adapters response_role enable_auto_tool_choice tool_call_parser tool_parser_plugin tool_server "
-    "exclude_tools_when_tool_choice_none return_tokens_as_token_ids enable_request_id_headers enable_prompt_tokens_details "
-    "enable_server_load_tracking enable_force_include_usage enable_tokenizer_info_endpoint enable_log_outputs "
+    "exclude_tools_when_tool_choice_none return_tokens_as_token_ids enable_request_id_headers "
+    "enable_prompt_tokens_details enable_server_load_tracking "
+    "enable_force_include_usage enable_tokenizer_info_endpoint enable_log_outputs "
     "enable_log_deltas enable_flash_late_interaction max_log_len log_config_file h11_max_incomplete_event_size "
     "h11_max_header_count grpc grpc_port trust_request_chat_template default_chat_template_kwargs fingerprint_mode "
     "disable_frontend_multiprocessing log_error_stack tokens_only https node_rank enable_log_requests "
-    "disable_log_requests data_parallel_supervisor_port helper help version log_level".split()
+    "disable_log_requests data_parallel_supervisor_port helper help version log_level"
 )
 #: What ``trtllm-serve`` reads on its command line: tensorrt_llm/commands/serve.py at 00209af1. Its options file holds
 #: a hundred more, which are not judged.
-TRTLLM = frozenset(
+TRTLLM = words_of(
     "tokenizer custom_tokenizer host port backend log_level max_beam_width max_batch_size max_num_tokens max_seq_len "
     "tp_size pp_size cp_size ep_size cluster_size gpus_per_node free_gpu_memory_fraction num_postprocess_workers "
     "trust_remote_code revision extra_llm_api_options reasoning_parser tool_parser metadata_server_config_file "
     "server_role fail_fast_on_attention_window_too_large otlp_traces_endpoint disagg_cluster_uri "
-    "enable_chunked_prefill media_io_kwargs chat_template grpc kv_cache_dtype model".split()
+    "enable_chunked_prefill media_io_kwargs chat_template grpc kv_cache_dtype model"
 )
 #: Flags that are gone, and what to write instead, as the engine's own releases told when they went.
 INSTEAD: dict[tuple[str, str], str] = {
@@ -99,9 +106,7 @@ def _is_read(releases: tuple[str, ...], pattern: str, version: Version) -> bool 
     points = [Version.read(release).first or () for release in releases]
     before = [letter for point, letter in zip(points, pattern, strict=True) if point <= version.last]
     after = [letter for point, letter in zip(points, pattern, strict=True) if point >= version.first]
-    inside = [
-        letter for point, letter in zip(points, pattern, strict=True) if version.first <= point <= version.last
-    ]
+    inside = [letter for point, letter in zip(points, pattern, strict=True) if version.first <= point <= version.last]
     around = set(inside) or {*before[-1:], *after[:1]}
     return None if len(around) != 1 else around == {"x"}
 
@@ -116,4 +121,4 @@ def _table(engine: str) -> tuple[tuple[str, ...], dict[str, str]]:
     lines = (_DATA / f"{engine}.txt").read_text(encoding="utf-8").splitlines()
     rows = [line.split() for line in lines if line and not line.startswith("#")]
     releases = tuple(rows[0][1:])
-    return releases, {name: pattern for name, pattern in rows[1:]}
+    return releases, dict(rows[1:])

@@ -44,8 +44,10 @@ def value_of(engine: str, flag: Flag, kind: Kind) -> object:
         return read.switch_on(flag.text or "", flag.written) is not flag.is_off
     if flag.text is None:
         raise InvalidSetting(flag.written, "", "no value is given", remedy=f"write {flag.written} VALUE")
-    return _READERS[kind](flag.text, flag.written) if engine == "vllm" or kind not in _PLAIN else _PLAIN[kind](
-        flag.text, flag.written
+    return (
+        _READERS[kind](flag.text, flag.written)
+        if engine == "vllm" or kind not in _PLAIN
+        else _PLAIN[kind](flag.text, flag.written)
     )
 
 

@@ -1,0 +1,184 @@
+"""``tonnage lint``: what a launch of another engine will do, and what to change, with no GPU at hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tonnage.cli import options as opt
+from tonnage.errors import InputError, InvalidSetting, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tonnage.peers.commands import Command
+    from tonnage.peers.lint import Linted
+    from tonnage.peers.version import Version
+    from tonnage.planner.linting import LintAsked
+
+FORMATS = ("text", "json", "github")
+#: What a launch on the command line begins with, where no file has that name.
+_PROGRAMS = ("vllm", "sglang", "trtllm-serve", "python", "python3", "docker", "podman", "uv", "uvx", "env")
+#: Bytes of a file that are read.
+MOST_BYTES = 4_000_000
+
+Text = str | None
+Several = list[str] | None
+
+
+def lint(
+    files: Annotated[list[str], typer.Argument(metavar="FILE... | -- COMMAND", hidden=True)],
+    engine: Annotated[Text, opt.option("--engine", "NAME==VERSION", "Release where nothing says: vllm==0.19.")] = None,
+    device: opt.Device = None,
+    memory: opt.Memory = None,
+    model: Annotated[
+        Several,
+        typer.Option("--model", metavar="[NAME=]FOLDER", help="Where a model's config.json is; may be repeated."),
+    ] = None,
+    num_gpus: Annotated[Text, opt.option("--num-gpus", "N", "GPUs of each launch, where nothing says.")] = None,
+    users: Annotated[Text, opt.option("--users", "N", "Sequences of full length that are to fit at once.")] = None,
+    in_use: Annotated[Text, opt.option("--in-use", "SIZE", "What other processes hold on each GPU.")] = None,
+    set_: Annotated[
+        Several, typer.Option("--set", metavar="NAME=VALUE", help="Value of a variable in the files; may be repeated.")
+    ] = None,
+    corrections: Annotated[
+        Text, opt.option("--corrections", "FILE", "Corrections from logs (default: those kept by explain-log --save).")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where there are warnings.")] = False,
+    form: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="text (default), json, or github.", show_default=False)
+    ] = "text",
+    as_json: opt.AsJson = False,
+) -> int:
+    """Say what a launch of vLLM, SGLang or TensorRT-LLM will do, and what to change.
+
+    FILE is a shell script, a compose file, a Kubernetes manifest, or - for stdin; behind -- a command may stand.
+    Exit code: 0 without errors, 1 with --strict and warnings, 2 with errors.
+    Example: tonnage lint --device H100 --engine vllm==0.19 -- vllm serve ./llama-3.1-8b
+    """
+    from tonnage.planner.linting import lint as lint_commands
+
+    if form not in FORMATS:
+        raise InvalidSetting("--format", form, "no such format", remedy="write text, json or github")
+    asked = _asked(engine, device, memory, model, num_gpus, users, in_use, corrections)
+    variables = dict(_pairs(set_, "--set"))
+    found: list[Linted] = []
+    for name, commands in _commands(files, variables):
+        found += lint_commands(commands, file=name, asked=asked)
+    _show(found, "json" if as_json else form)
+    return exit_code(found, strict=strict)
+
+
+def exit_code(found: Sequence[Linted], *, strict: bool) -> int:
+    """2 for an error, which the user can mend; 1 for a warning where those count."""
+    worst = {each.worst for each in found}
+    return 2 if "error" in worst else int(strict and "warning" in worst)
+
+
+def _show(found: Sequence[Linted], form: str) -> None:
+    from tonnage.report.lint_json import github_text, lint_text
+
+    if form != "text":
+        print(lint_text(found) if form == "json" else github_text(found), end="")
+        return
+    from tonnage.report.draw import console_for
+    from tonnage.report.lint_table import show_lint
+
+    show_lint(found, console_for(sys.stdout))
+
+
+def _asked(
+    engine: Text, device: Text, memory: Text, model: Several, num_gpus: Text, users: Text, in_use: Text, kept: Text
+) -> LintAsked:
+    from tonnage.hardware import card_for
+    from tonnage.peers.corrections import load_corrections
+    from tonnage.planner.linting import LintAsked
+
+    num_bytes = opt.read_bytes(memory, "--memory")
+    return LintAsked(
+        engine=None if engine is None else read_engine(engine),
+        card=None if device is None and num_bytes is None else card_for(device, num_bytes),
+        models=dict(_pairs(model, "--model", alone=True)),
+        num_gpus=None if num_gpus is None else opt.read_count(num_gpus, "--num-gpus", 1),
+        users=None if users is None else opt.read_count(users, "--users", 1),
+        in_use_bytes=opt.read_bytes(in_use, "--in-use") or 0,
+        corrections=load_corrections(kept),
+    )
+
+
+def read_engine(text: str) -> tuple[str, Version]:
+    """``vllm==0.19`` as its name and release. Raises ``UserError``."""
+    from tonnage.peers.engines import find_engine
+    from tonnage.peers.version import Version
+
+    name, equals, version = text.partition("==")
+    if not equals:
+        raise UserError(
+            f"--engine {text} names no release", need="NAME==VERSION", remedy="write for example --engine vllm==0.19"
+        )
+    try:
+        found = find_engine(name, typed=text)
+    except UserError as fault:
+        raise UserError(str(fault.what).replace("--like", "--engine"), remedy="write vllm, sglang or trtllm") from None
+    return found.name, Version.asked(version, knob="--engine")
+
+
+def _pairs(texts: Several, flag: str, *, alone: bool = False) -> list[tuple[str, str]]:
+    found = []
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals and not alone:
+            raise InvalidSetting(flag, text, "no value is given", remedy=f"write {flag} NAME=VALUE")
+        found.append((name, value) if equals else ("", text))
+    return found
+
+
+def _commands(files: Sequence[str], variables: dict[str, str]) -> list[tuple[str, list[Command]]]:
+    from tonnage.peers.commands import commands_in
+
+    if files[0].rsplit("/", 1)[-1] in _PROGRAMS and not Path(files[0]).is_file():
+        import shlex
+
+        return [("command", commands_in(shlex.join(files), name="command", variables=variables, folder=Path()))]
+    found = []
+    for name in files:
+        text, folder = read_text(name)
+        known = {**_dotenv(folder), **variables}
+        try:
+            found.append((name, commands_in(text, name=name, variables=known, folder=folder)))
+        except InputError as fault:
+            told = fault.what if name in fault.what else f"{name}: {fault.what}"
+            raise InputError(told, value=name, remedy=fault.remedy) from None
+    return found
+
+
+def read_text(name: str) -> tuple[str, Path]:
+    """The text of a file, or of stdin for ``-``, and the folder that it lies in. Raises ``InputError``."""
+    if name == "-":
+        raw, folder = sys.stdin.buffer.read(MOST_BYTES + 1), Path()
+    else:
+        path = Path(name)
+        try:
+            with path.open("rb") as file:
+                raw, folder = file.read(MOST_BYTES + 1), path.parent
+        except FileNotFoundError:
+            raise InputError(f"there is no file {name}", value=name, remedy="check the path") from None
+        except (OSError, ValueError) as fault:
+            why = getattr(fault, "strerror", None) or str(fault)
+            raise InputError(f"{name} cannot be read: {why}", value=name) from None
+    if len(raw) > MOST_BYTES:
+        raise InputError(f"{name} is larger than {MOST_BYTES:,} bytes", value=name)
+    return raw.decode("utf-8-sig", errors="replace"), folder
+
+
+def _dotenv(folder: Path) -> dict[str, str]:
+    """Variables of the ``.env`` beside the file, which compose reads as well."""
+    try:
+        text = (folder / ".env").read_text(encoding="utf-8")[:MOST_BYTES]
+    except (OSError, ValueError):
+        return {}
+    pairs = (line.strip().removeprefix("export ").partition("=") for line in text.splitlines())
+    return {name.strip(): value.strip().strip("\"'") for name, equals, value in pairs if equals and name[:1] != "#"}

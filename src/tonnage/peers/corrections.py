@@ -1,0 +1,256 @@
+"""Differences between a start-up log and its prediction, kept for the next prediction on the same machine.
+
+A correction is data with a name: the engine and its minor release, the card, the ranks, and the bytes by which each
+term was larger in the log. It is applied where all of these are the same, and the prediction says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from tonnage.errors import InputError
+from tonnage.peers.launch import Launch
+from tonnage.peers.start import Count, Start, Term
+from tonnage.peers.version import Version
+from tonnage.terms import Quantity, Source
+from tonnage.units import MiB, format_bytes
+
+SCHEMA = "tonnage.corrections/1"
+#: How a note about it begins.
+APPLIED = "corrected by a log: "
+#: Terms that depend on the model and not on the machine, or are what is left: a difference is not carried over.
+NOT_CARRIED = ("pool", "free", "left", "rounding")
+#: Half of the last digit of a log: its figures are rounded to hundredths of a GiB.
+ROUNDING_BYTES = 6 * MiB
+_MOST = 1_000_000
+_FIELDS = ("engine", "minor", "card", "tp", "pp", "model", "log", "terms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """``terms``: name -> bytes to add to what the rules say. ``log``: the log's name, and a hash of its text."""
+
+    engine: str
+    minor: str
+    card: str
+    tp: int
+    pp: int
+    model: str
+    log: str
+    terms: Mapping[str, int]
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int, str]:
+        return self.engine, self.minor, self.card, self.tp, self.pp, self.model
+
+
+def minor_of(version: Version) -> str:
+    """``0.19.1`` as ``0.19``: what a correction is kept for. Empty where the release is not known to that."""
+    if version.first is None or version.last is None or version.first[:2] != version.last[:2]:
+        return ""
+    return ".".join(str(number) for number in version.first[:2])
+
+
+def key_of(launch: Launch) -> tuple[str, str, str, int, int, str]:
+    """What a correction must have the same to be applied to a launch."""
+    minor, rank = minor_of(launch.version), launch.rank
+    return launch.engine, minor, launch.card.name, rank.tp, rank.pp, launch.config.name
+
+
+def corrected(start: Start, corrections: Sequence[Correction]) -> Start:
+    """The prediction with the difference of the last fitting correction: the terms that the log told carry it, the
+    pool takes what they leave, and a note says which log it was. The same object where none fits.
+
+    The interval of a corrected term is that of the log's rounding, its source ``MEASURED`` with the log as reference.
+    """
+    key = key_of(start.launch)
+    fitting = [each for each in corrections if each.key == key]
+    if not fitting or not key[1]:
+        return start
+    correction = fitting[-1]
+    terms = tuple(_with(term, correction) for term in start.terms)
+    pairs = tuple(zip(start.terms, terms, strict=True))
+    moved = {new.name: new.bytes.bytes - old.bytes.bytes for old, new in pairs}
+    told = [term.name for term in terms if term.name in correction.terms and _is_carried(term.name)]
+    if not told:
+        return start
+    budgeted, outside = (
+        sum(new.bytes.bytes - old.bytes.bytes for old, new in pairs if new.is_budgeted is inside)
+        for inside in (True, False)
+    )
+    note = APPLIED + f"{correction.log}: " + ", ".join(f"{name} {_signed(moved[name])}" for name in told)
+    pool = _less(start.pool, budgeted, correction)
+    return replace(
+        start,
+        terms=_rest(terms, taken=start.pool.bytes - pool.bytes, outside=outside, correction=correction),
+        pool=pool,
+        notes=(*start.notes, note),
+        tokens=_moved(start.tokens, start.pool, pool),
+        logged_tokens=_moved(start.logged_tokens, start.pool, pool),
+        concurrency=_moved(start.concurrency, start.pool, pool),
+    )
+
+
+def _is_carried(name: str) -> bool:
+    return not any(word in name.lower() for word in NOT_CARRIED)
+
+
+def _with(term: Term, correction: Correction) -> Term:
+    difference = correction.terms.get(term.name)
+    if difference is None or not _is_carried(term.name):
+        return term
+    best = max(0, term.bytes.bytes + difference)
+    return replace(
+        term,
+        bytes=Quantity(
+            bytes=best,
+            low=max(0, best - ROUNDING_BYTES),
+            high=best + ROUNDING_BYTES,
+            source=Source.MEASURED,
+            ref=correction.log,
+        ),
+    )
+
+
+def _rest(terms: tuple[Term, ...], *, taken: int, outside: int, correction: Correction) -> tuple[Term, ...]:
+    """The largest pool pays for what is inside the budget, and what is left free for what lies outside."""
+    pools = [term for term in terms if "pool" in term.name.lower()]
+    largest = max(pools, key=lambda term: term.bytes.bytes, default=None)
+    left = next((term for term in terms if "free" in term.name.lower()), None)
+
+    def moved(term: Term) -> Term:
+        if term is largest:
+            return replace(term, bytes=_less(term.bytes, taken, correction))
+        return replace(term, bytes=_less(term.bytes, outside, correction, least=None)) if term is left else term
+
+    return tuple(moved(term) for term in terms)
+
+
+def _less(quantity: Quantity, taken: int, correction: Correction, *, least: int | None = 0) -> Quantity:
+    """Less by what others take more; the interval shrinks with those of the terms that are known now."""
+
+    def at_least(value: int) -> int:
+        return value if least is None else max(least, value)
+
+    best = at_least(quantity.bytes - taken)
+    low = at_least(max(quantity.low - taken, best - 4 * ROUNDING_BYTES))
+    high = at_least(min(quantity.high - taken, best + 4 * ROUNDING_BYTES))
+    return Quantity(
+        bytes=best, low=min(low, best), high=max(high, best), source=Source.MEASURED, ref=f"less {correction.log}"
+    )
+
+
+def _moved(count: Count | None, before: Quantity, after: Quantity) -> Count | None:
+    """Tokens and sequences move with the pool."""
+    if count is None or not before.bytes:
+        return count
+    best, low, high = (_scaled(count.best, end, before.bytes) for end in (after.bytes, after.low, after.high))
+    return Count(best=best, low=min(low, best), high=max(high, best))
+
+
+def _scaled(count: int, part: int, whole: int) -> int:
+    return int(Fraction(count * part, whole))
+
+
+def _signed(value: int) -> str:
+    return f"+{format_bytes(value)}" if value >= 0 else format_bytes(value)
+
+
+def default_path() -> Path:
+    """The machine's file: under ``XDG_DATA_HOME``, or ``~/.local/share``."""
+    base = os.environ.get("XDG_DATA_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"
+    return root / "tonnage" / "corrections.json"
+
+
+def load_corrections(path: str | os.PathLike[str] | None = None) -> tuple[Correction, ...]:
+    """The corrections of ``path``, or of this machine's file; none where the latter is not there.
+
+    Raises ``InputError`` for a file that cannot be read, or was not written by ``tonnage explain-log --save``."""
+    try:
+        file = default_path() if path is None else Path(path)
+    except RuntimeError:  # no home
+        return ()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if path is None:
+            return ()
+        raise InputError(f"there is no file {file}", value=str(file), remedy="check the path") from None
+    except (OSError, UnicodeDecodeError) as fault:
+        why = getattr(fault, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"{file} cannot be read: {why}", value=str(file)) from None
+    return parse(text, file=str(file))
+
+
+def parse(text: str, *, file: str) -> tuple[Correction, ...]:
+    """Raises ``InputError`` for text that holds no corrections."""
+    try:
+        document = json.loads(text) if len(text) <= _MOST else None
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise _malformed(file, f"it has no schema {SCHEMA!r}")
+    listed = document.get("corrections")
+    if not isinstance(listed, list):
+        raise _malformed(file, "corrections is not a list")
+    return tuple(_read(entry, file, place) for place, entry in enumerate(listed))
+
+
+def _read(entry: object, file: str, place: int) -> Correction:
+    if not isinstance(entry, dict) or set(entry) != set(_FIELDS):
+        raise _malformed(file, f"corrections[{place}] does not have the fields {', '.join(_FIELDS)}")
+    terms = entry["terms"]
+    texts = all(isinstance(entry[name], str) for name in ("engine", "minor", "card", "model", "log"))
+    counts = all(_is_whole(entry[name]) for name in ("tp", "pp"))
+    if not (texts and counts and isinstance(terms, dict) and all(_is_whole(value) for value in terms.values())):
+        raise _malformed(file, f"a value of corrections[{place}] is of the wrong kind")
+    return Correction(**entry)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**62
+
+
+def _malformed(file: str, what: str) -> InputError:
+    return InputError(
+        f"{file} holds no corrections: {what}",
+        value=file,
+        remedy="name a file that tonnage explain-log --save wrote, or delete it",
+    )
+
+
+def save_correction(correction: Correction, path: str | os.PathLike[str] | None = None) -> Path:
+    """Keep it in ``path`` or in the machine's file, in the place of one with the same key. The file is written whole
+    beside itself and then renamed. Raises ``InputError`` where that cannot be done."""
+    file = default_path() if path is None else Path(path)
+    kept = load_corrections(file) if file.exists() else ()
+    text = dumps([*(each for each in kept if each.key != correction.key), correction])
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, file)
+        finally:
+            with suppress(OSError):
+                beside.unlink()
+    except OSError as fault:
+        raise InputError(f"{file} cannot be written: {fault.strerror}", value=str(file)) from None
+    return file
+
+
+def dumps(corrections: Sequence[Correction]) -> str:
+    """Canonical JSON text of a file of corrections."""
+    listed: list[dict[str, Any]] = [
+        {name: dict(value) if isinstance(value := getattr(each, name), Mapping) else value for name in _FIELDS}
+        for each in corrections
+    ]
+    return json.dumps({"schema": SCHEMA, "corrections": listed}, indent=2, sort_keys=True) + "\n"

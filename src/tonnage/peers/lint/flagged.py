@@ -1,0 +1,104 @@
+"""Findings about the command itself: values, names, variables, files. They need no prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tonnage.errors import InvalidSetting
+from tonnage.peers.commands import kinds, known
+from tonnage.peers.commands.command import Command, Flag
+from tonnage.peers.commands.invocation import close_to
+from tonnage.peers.lint.finding import Finding, Severity
+from tonnage.peers.version import Version
+
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "trtllm-serve"}
+
+
+def values(wrong: Sequence[InvalidSetting]) -> Iterator[Finding]:
+    """A finding for each value that cannot be read."""
+    for fault in wrong:
+        yield Finding(
+            code="TN003",
+            severity=Severity.ERROR,
+            what=f"{fault.knob} {fault.value}: {str(fault.what).partition(': ')[2] or fault.what}",
+            change=(fault.remedy,) if fault.remedy else (),
+        )
+
+
+def names(command: Command, version: Version) -> Iterator[Finding]:
+    """A finding for each flag that this release does not read."""
+    for flag in {flag.name: flag for flag in command.flags}.values():
+        if not flag.written.startswith("-"):
+            continue  # a key of an options file: those are too many to be judged
+        found = known.standing(command.engine, flag.name, version)
+        if found.is_read is not False:
+            continue
+        instead = known.INSTEAD.get((command.engine, flag.name.partition(".")[0]))
+        if found.seen:
+            yield _gone(command, flag, version, found.seen, instead)
+        elif (command.engine, flag.name) not in known.INSTEAD:
+            yield _unknown(command, flag)
+
+
+def _gone(command: Command, flag: Flag, version: Version, seen: tuple[str, ...], instead: str | None) -> Finding:
+    title = _TITLES[command.engine]
+    return Finding(
+        code="TN005",
+        severity=Severity.ERROR,
+        what=f"{title} {version} does not read {flag.written}, and refuses to start with a flag that it does not know",
+        why=f"releases that were looked at and read it: {', '.join(seen)}",
+        change=() if instead is None else (instead,),
+    )
+
+
+def _unknown(command: Command, flag: Flag) -> Finding:
+    near = close_to(command.engine, flag.name)
+    return Finding(
+        code="TN004",
+        severity=Severity.WARNING,
+        what=f"no release of {_TITLES[command.engine]} that was looked at reads {flag.written}",
+        why="a plugin or a front end may; else it refuses to start",
+        change=() if near is None else (f"--{near.replace('_', '-')}",),
+    )
+
+
+def variables(command: Command) -> Iterator[Finding]:
+    """Values that only a run could tell."""
+    for flag in command.flags:
+        if flag.unknown and kinds.kind_of(command.engine, flag.name.partition(".")[0]) is not None:
+            yield Finding(
+                code="TN006",
+                severity=Severity.WARNING,
+                what=f"{flag.written} is {flag.text}, and nothing here gives {_listed(flag.unknown)} a value",
+                why="the prediction is made without the flag",
+                change=tuple(f"--set {name}=VALUE" for name in flag.unknown if name.isidentifier()),
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def release(command: Command, version: Version, *, is_assumed: bool) -> Iterator[Finding]:
+    """A release that nothing names."""
+    if is_assumed:
+        image = command.place.image
+        yield Finding(
+            code="TN007",
+            severity=Severity.WARNING,
+            what=f"nothing says which release it is; the rules of {version} are taken",
+            why=f"the image is {image}" if image else "",
+            change=(f"a tag with a release in it, or --engine {command.engine}=={version}",),
+        )
+
+
+def options_file(command: Command) -> Iterator[Finding]:
+    """An options file that is not at hand."""
+    path = command.text(kinds.FILE_FLAGS[command.engine])
+    if path is not None and path not in command.files:
+        yield Finding(
+            code="TN009",
+            severity=Severity.WARNING,
+            what=f"the options file {path} is not at hand, and what it says is not known",
+            why="it is looked for beside this file, in a ConfigMap of the manifest, and in cat > FILE <<END",
+        )
