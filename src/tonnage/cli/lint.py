@@ -48,9 +48,7 @@ def lint(
         Text, opt.option("--corrections", "FILE", "Corrections from logs (default: those kept by explain-log --save).")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where there are warnings.")] = False,
-    form: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="text (default), json, or github.", show_default=False)
-    ] = "text",
+    form: Annotated[Text, opt.option("--format", "NAME", "text (default), json, or github.")] = None,
     as_json: opt.AsJson = False,
 ) -> int:
     """Say what a launch of vLLM, SGLang or TensorRT-LLM will do, and what to change.
@@ -61,6 +59,8 @@ def lint(
     """
     from tonnage.planner.linting import lint as lint_commands
 
+    form = form or "text"
+    form = form or "text"
     if form not in FORMATS:
         raise InvalidSetting("--format", form, "no such format", remedy="write text, json or github")
     asked = _asked(engine, device, memory, model, num_gpus, users, in_use, corrections)

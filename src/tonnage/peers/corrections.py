@@ -29,6 +29,8 @@ APPLIED = "corrected by a log: "
 NOT_CARRIED = ("pool", "free", "left", "rounding")
 #: Half of the last digit of a log: its figures are rounded to hundredths of a GiB.
 ROUNDING_BYTES = 6 * MiB
+#: Terms that are the machine's: a difference in them holds for other models on it too.
+OF_THE_MACHINE = ("non-torch", "context")
 _MOST = 1_000_000
 _FIELDS = ("engine", "minor", "card", "tp", "pp", "model", "log", "terms")
 
@@ -68,13 +70,16 @@ def corrected(start: Start, corrections: Sequence[Correction]) -> Start:
     """The prediction with the difference of the last fitting correction: the terms that the log told carry it, the
     pool takes what they leave, and a note says which log it was. The same object where none fits.
 
+    One of the same model counts before one of another, of which only what is the machine's is taken.
+
     The interval of a corrected term is that of the log's rounding, its source ``MEASURED`` with the log as reference.
     """
     key = key_of(start.launch)
-    fitting = [each for each in corrections if each.key == key]
+    fitting = [each for each in corrections if each.key[:-1] == key[:-1]]
     if not fitting or not key[1]:
         return start
-    correction = fitting[-1]
+    same = [each for each in fitting if each.model == key[-1]]
+    correction = same[-1] if same else _of_the_machine(fitting[-1])
     terms = tuple(_with(term, correction) for term in start.terms)
     pairs = tuple(zip(start.terms, terms, strict=True))
     moved = {new.name: new.bytes.bytes - old.bytes.bytes for old, new in pairs}
@@ -96,6 +101,11 @@ def corrected(start: Start, corrections: Sequence[Correction]) -> Start:
         logged_tokens=_moved(start.logged_tokens, start.pool, pool),
         concurrency=_moved(start.concurrency, start.pool, pool),
     )
+
+
+def _of_the_machine(correction: Correction) -> Correction:
+    terms = {name: value for name, value in correction.terms.items() if name in OF_THE_MACHINE}
+    return replace(correction, terms=terms)
 
 
 def _is_carried(name: str) -> bool:

@@ -76,8 +76,8 @@ _SGLANG = (
     _row(rf"Memory pool end\. avail mem={N} GB", ("avail_after_pool", G)),
     _row(rf"Capture (?:target decode )?(?:cuda|CUDA) graph end\..*?mem usage={N} GB.*?avail mem={N} GB",
          ("cuda_graph", G), ("avail_final", G)),
-    _row(rf"Capture (?:piecewise|target prefill|prefill) (?:cuda|CUDA) graph end\..*?mem usage={N} GB.*?avail mem={N} GB",
-         ("prefill_graph", G), ("avail_final", G)),
+    _row(rf"Capture (?:piecewise|(?:target )?prefill) (?:cuda|CUDA) graph end\..*?mem usage={N} GB.*?avail mem="
+         rf"{N} GB", ("prefill_graph", G), ("avail_final", G)),
     _row(rf"max_total_num_tokens={I}, chunked_prefill_size=(?:-?\d+|None), max_prefill_tokens={I}, "
          rf"max_running_requests={I}, context_len={I}",
          ("max_total_tokens", C), ("max_prefill_tokens", C), ("max_running_requests", C), ("max_model_len", C)),
@@ -122,5 +122,7 @@ VERSIONS: Mapping[str, re.Pattern[str]] = {
     "trtllm": re.compile(r"TensorRT[- ]LLM version: v?(\S+)"),
 }
 #: The tag of the process that wrote a line.
-RANK = re.compile(r"\((?:\w*Worker\w*?_?)?((?:DP\d+_)?(?:PP\d+_)?TP\d+)[\w ]*(?:pid=\d+)?\)|\b((?:DP\d+ )?TP\d+)\b[^\]]*\]"
-                  r"|\[RANK (\d+)\]")  # fmt: skip
+RANK = re.compile(
+    r"\((?:\w*Worker\w*?_?)?((?:DP\d+_)?(?:PP\d+_)?TP\d+)[\w ]*(?:pid=\d+)?\)|"
+    r"\b((?:DP\d+ )?TP\d+)\b[^\]]*\]|\[RANK (\d+)\]"
+)

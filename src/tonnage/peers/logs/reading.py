@@ -19,6 +19,9 @@ from tonnage.units import GiB, MiB
 MOST_OF_A_LINE = 20_000
 MOST_LINES = 500_000
 _SCALES = {Unit.GIB: GiB, Unit.MIB: MiB, Unit.BYTES: 1, Unit.COUNT: 1, Unit.TIMES: 1000, Unit.SHARE: 10**6}
+#: Characters in which a figure stands, and a word without which a line has none.
+_MOST_OF_A_FIGURE = 2_000
+_MAYBE = re.compile(r"G[iI]?B|MiB|bytes|tokens|blocks|memory|sampler|unrecognized|capacity|max_seq_len|fraction|kv")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 #: A line that begins a start anew: a log may hold several.
 _BEGINS = {
@@ -43,7 +46,10 @@ def read_log(text: str, *, engine: str | None = None, name: str = "-") -> Log:
     start = _begin(found, lines)
     figures: list[Figure] = []
     failed: list[Failure] = []
-    for number, line in enumerate(lines[start:], start + 1):
+    for number, whole in enumerate(lines[start:], start + 1):
+        if _MAYBE.search(whole) is None:
+            continue
+        line = whole[:_MOST_OF_A_FIGURE]
         figures += _figures(found, line, number)
         if (failure := _failure(line, number)) is not None:
             failed.append(failure)
