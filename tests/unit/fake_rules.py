@@ -1,6 +1,6 @@
 """Rules of an engine that nobody has: simple enough to reckon by hand. Tests put them in the place of vLLM's.
 
-total x share - weights - 10 bytes x sequences x words - 1 GiB of collectives for each rank beyond the first = pool.
+total x share - weights - 40 bytes x sequences x words - 1 GiB of collectives for each rank beyond the first = pool.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tonnage.peers.start import Check, Count, Rule, Start, Term
 from tonnage.terms import Quantity, Source
 from tonnage.units import GiB, MiB, format_bytes
 
-RULE = Rule(name="sampler peak", says="10 bytes for each sequence and word", source="made up for tests")
+RULE = Rule(name="sampler peak", says="40 bytes for each sequence and word", source="made up for tests")
 TOTAL = Rule(name="share", says="share x total", source="made up for tests")
 CALLED: list[Launch] = []
 
@@ -24,7 +24,7 @@ def predict(launch: Launch) -> Start:
     assert isinstance(share, Fraction)
     sequences = launch.get("max_num_seqs", 1024)
     assert isinstance(sequences, int)
-    peak = 10 * sequences * launch.config.vocab_size
+    peak = 40 * sequences * launch.config.vocab_size
     collectives = GiB if launch.rank.tp > 1 else 0
     graphs = 0 if launch.get("enforce_eager") else 512 * MiB
     width = 1 if launch.kv_dtype else 2

@@ -13,7 +13,7 @@ def diff(
     after: Annotated[str, opt.argument("B")],
     as_json: opt.AsJson = False,
 ) -> None:
-    """Show what moved between two plans or runs, by how much, and why.
+    """Show what moved between two plans or runs, how far and why.
 
     A and B were written by plan --output, run --run-file, or either with --json.
     """

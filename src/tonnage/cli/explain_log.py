@@ -35,7 +35,9 @@ def explain_log(
     ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Recompute each line of a start-up log, name the term that differs, and explain a failed start.
+    """Recompute a start-up log, and name the term that differs.
+
+    A failed start is explained, with what to change.
 
     FILE is a log of vLLM, SGLang or TensorRT-LLM from its first line on, or - for stdin.
     Example: tonnage explain-log vllm.log --model ./llama-3.1-8b --device H100 --save

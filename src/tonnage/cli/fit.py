@@ -126,7 +126,7 @@ def fit(
     ranks: RankOptions,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Choose what was left open, giving up as little as a goal takes.
+    """Choose what was left open, giving up as little as needed.
 
     MODEL is as in tonnage plan. Example: tonnage fit ./llama-3.1-8b --device H100 --goal longest-context
 

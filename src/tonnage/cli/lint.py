@@ -51,7 +51,9 @@ def lint(
     form: Annotated[Text, opt.option("--format", "NAME", "text (default), json, or github.")] = None,
     as_json: opt.AsJson = False,
 ) -> int:
-    """Say what a launch of vLLM, SGLang or TensorRT-LLM will do, and what to change.
+    """Say what a launch of another engine will do, and what to fix.
+
+    Engines are vLLM, SGLang and TensorRT-LLM (trtllm-serve).
 
     FILE is a shell script, a compose file, a Kubernetes manifest, or - for stdin; behind -- a command may stand.
     Exit code: 0 without errors, 1 with --strict and warnings, 2 with errors.

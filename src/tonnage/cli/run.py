@@ -69,7 +69,7 @@ def run(
     as_json: opt.AsJson = False,
     force: opt.Force = False,
 ) -> int:
-    """Generate text inside a memory plan; what finds no memory waits.
+    """Generate text inside a memory plan; what has no memory waits.
 
     MODEL is a folder, smollm2, or a hub id. Example: tonnage run smollm2 --prompt "Hello" --memory 1500MiB
 

@@ -66,7 +66,7 @@ SGLANG = _table(
     counts="cuda_graph_bs cuda_graph_bs_decode piecewise_cuda_graph_tokens",
 )  # fmt: skip
 TRTLLM = _table(
-    count="tp_size pp_size cp_size ep_size moe_expert_parallel_size max_batch_size max_num_tokens max_seq_len "
+    count="tp_size pp_size cp_size ep_size max_batch_size max_num_tokens max_seq_len "
     "max_beam_width gpus_per_node tokens_per_block max_input_len num_nextn_predict_layers max_draft_len cluster_size "
     "num_postprocess_workers max_loras max_lora_rank",
     share="free_gpu_memory_fraction",

@@ -62,6 +62,7 @@ def _candidates(case: Case, start: Start) -> Iterator[list[Changes]]:
     yield _sequences(case, start)
     yield [{"kv_cache_dtype": _fp8(case)}] if can_fp8(case) else []
     yield _shares(case)
+    yield lower_shares(case, start)[:20]
     yield _shorter(case, start)
     yield _steps(case, start)
     yield _eager(case)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from tonnage.peers.lint.case import Case, held, number_of
+from tonnage.errors import UserError
+from tonnage.peers.lint.case import Case, default_of, held, number_of
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.lint.remedies import flags_text, lower_shares, remedies
-from tonnage.peers.start import Rule, Start, Term
+from tonnage.peers.start import Check, Rule, Start, Term
 from tonnage.units import format_bytes
+
+#: The flag that limits running sequences.
+_LIMITS = {"vllm": "max_num_seqs", "sglang": "max_running_requests", "trtllm": "max_batch_size"}
 
 
 def starting(case: Case, start: Start) -> Iterator[Finding]:
@@ -18,7 +23,7 @@ def starting(case: Case, start: Start) -> Iterator[Finding]:
         yield Finding(
             code="TN001",
             severity=Severity.ERROR,
-            what=f"it will not start: {check.says or check.name}",
+            what=f"it will not start: {_says(check)}",
             why=f"need {check.need}, have {check.have} ({source(check.rule)})",
             change=remedies(case, start),
         )
@@ -27,10 +32,14 @@ def starting(case: Case, start: Start) -> Iterator[Finding]:
             yield Finding(
                 code="TN002",
                 severity=Severity.WARNING,
-                what=f"it may not start: {check.says or check.name}",
+                what=f"it may not start: {_says(check)}",
                 why=f"need {check.need}, have {check.have} ({source(check.rule)})",
                 change=() if failing else remedies(case, start),
             )
+
+
+def _says(check: Check) -> str:
+    return (check.says or check.name).rstrip(".")
 
 
 def concurrency(case: Case, start: Start, *, users: int | None) -> Iterator[Finding]:
@@ -48,35 +57,54 @@ def concurrency(case: Case, start: Start, *, users: int | None) -> Iterator[Find
                 case, start, lambda tried: tried.concurrency is not None and tried.concurrency.best >= 1000
             ),
         )
+    if users is not None:
+        yield from _users(case, start, users)
+
+
+def _users(case: Case, start: Start, users: int) -> Iterator[Finding]:
+    """Whether so many sequences of full length fit, by the cache and by the limit on sequences."""
     replicas = case.parallel().replicas
-    limit = number_of(case, start, "max_num_seqs" if case.engine == "vllm" else "max_running_requests")
-    together = best * replicas
-    if users is not None and together < users * 1000:
-        wanted = -(-users * 1000 // replicas)
-        yield Finding(
-            code="TN012",
-            severity=Severity.ERROR,
-            what=f"{together // 1000:,} sequences of {length:,} tokens fit at once, and {users:,} are wanted",
-            why=f"the cache of {_each(replicas)} holds {_tokens(start)}",
-            change=remedies(case, start, lambda tried: _thousandths(tried) >= wanted),
-        )
-    elif users is not None and limit is not None and limit * replicas < users:
-        yield Finding(
-            code="TN012",
-            severity=Severity.ERROR,
-            what=f"at most {limit * replicas:,} sequences run at once, and {users:,} are wanted",
-            why=f"each of {replicas} takes {limit:,}" if replicas > 1 else "by the limit on sequences",
-            change=_more_sequences(case, -(-users // replicas)),
-        )
+    each = -(-users // replicas)
+    name = _LIMITS[case.engine]
+    limit, together = number_of(case, start, name), _thousandths(start) * replicas
+    raised: dict[str, object] = {name: each} if limit is not None and limit < each else {}
+    fits = together >= users * 1000
+    if fits and not raised:
+        return
+    length = start.max_model_len
+    what = f"{together // 1000:,} sequences of {length:,} tokens fit at once, and {users:,} are wanted"
+    if fits:
+        what = f"at most {(limit or 0) * replicas:,} sequences run at once, and {users:,} are wanted"
+
+    def enough(tried: Start) -> bool:
+        now = tried.launch.get(name, default_of(tried, name))
+        return _thousandths(tried) >= each * 1000 and (not isinstance(now, int) or now >= each)
+
+    yield Finding(
+        code="TN012",
+        severity=Severity.ERROR,
+        what=what,
+        why=f"the cache of {_each(replicas)} holds {_tokens(start)}",
+        change=_for_users(case, raised, enough),
+    )
+
+
+def _for_users(case: Case, raised: dict[str, object], enough: Callable[[Start], bool]) -> tuple[str, ...]:
+    """The limit raised where it is too low, alone if that is enough, else with another change beside it."""
+    higher = replace(case, settings={**case.settings, **raised})
+    alone = higher.tried({})
+    if raised and alone is not None and enough(alone):
+        return (flags_text(case, raised),)
+    try:
+        start = higher.predict()
+    except UserError:
+        return ()
+    before = flags_text(case, raised)
+    return tuple(f"{before} {change}".strip() for change in remedies(higher, start, enough))
 
 
 def _thousandths(start: Start) -> int:
     return 0 if start.concurrency is None else start.concurrency.best
-
-
-def _more_sequences(case: Case, number: int) -> tuple[str, ...]:
-    name = "max_num_seqs" if case.engine == "vllm" else "max_running_requests"
-    return (flags_text(case, {name: number}),) if case.tried({name: number}) else ()
 
 
 def _each(replicas: int) -> str:

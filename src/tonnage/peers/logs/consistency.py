@@ -94,7 +94,7 @@ def _sglang(get: Get, log: Log, flags: Mapping[str, object]) -> Iterator[Row]:
         yield row_of(
             pool_end,
             after.value - size - states,
-            name="free after the pool",
+            name="free after pool",
             how="free after load - pools",
             slack=slack,
         )

@@ -79,7 +79,7 @@ def explain(
         rows=rows,
         worst=apart,
         why=() if apart is None else reasons(log, apart),
-        if_so=() if apart is None else tuple(what_ifs(case, log, apart)),
+        if_so=() if apart is None else what_ifs(case, log, apart),
         ended=tuple(_ended(each, again) for each in log.failures),
         correction=correction,
     )

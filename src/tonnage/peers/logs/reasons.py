@@ -60,17 +60,23 @@ def reasons(log: Log, row: Row) -> tuple[str, ...]:
     return _KNOWN.get((row.name, row.difference > 0), ())
 
 
-def what_ifs(case: Case, log: Log, row: Row) -> Iterator[str]:
-    """Settings with which the row would agree, or differ by a fifth of what it does; at most two."""
-    told = 0
+def what_ifs(case: Case, log: Log, row: Row) -> tuple[str, ...]:
+    """Settings with which the row would agree; where there are none, those with which it would differ by a fifth of
+    what it does. At most two, closest first."""
+    found = sorted(_tried(case, log, row), key=lambda pair: (not pair[0].agrees, abs(pair[0].difference)))
+    agreeing = [pair for pair in found if pair[0].agrees] or found
+    return tuple(_told(case, changes) for _, changes in agreeing[:2])
+
+
+def _tried(case: Case, log: Log, row: Row) -> Iterator[tuple[Row, Mapping[str, object]]]:
     for changes in _WHAT_IFS[log.engine].get(row.name, ()):
         if all(case.settings.get(name) == value for name, value in changes.items()):
             continue
         tried = case.tried(changes)
-        found = None if tried is None else next((r for r in compare(log, tried) if r.name == row.name), None)
-        if found is None or not (found.agrees or abs(found.difference) * 5 <= abs(row.difference)):
-            continue
-        told += 1
-        yield flags_text(case, changes) or " ".join(f"without --{name.replace('_', '-')}" for name in changes)
-        if told == 2:
-            return
+        found = None if tried is None else next((each for each in compare(log, tried) if each.name == row.name), None)
+        if found is not None and (found.agrees or abs(found.difference) * 5 <= abs(row.difference)):
+            yield found, changes
+
+
+def _told(case: Case, changes: Mapping[str, object]) -> str:
+    return flags_text(case, changes) or " ".join(f"no --{name.replace('_', '-')}" for name in changes)
