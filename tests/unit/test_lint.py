@@ -59,7 +59,7 @@ def codes(text: str, model: str | None = None, **how) -> dict[str, Finding]:
 def test_a_launch_without_faults_is_predicted_and_left_alone(model) -> None:
     (found,) = linted("vllm serve m --max-num-seqs 64 --kv-cache-dtype fp8", model("llama-3.1-8b"))
     assert found.start is not None
-    assert found.start.launch.settings == {"max_num_seqs": 64, "kv_cache_dtype": "fp8"}
+    assert found.start.launch.settings == {"max_num_seqs": 64}
     assert found.start.launch.kv_dtype == "float8_e4m3fn"
     assert (found.findings, found.worst) == ((), None)
 
@@ -284,3 +284,11 @@ def test_the_fake_rules_are_those_that_are_asked(model) -> None:
     assert found.start is not None
     assert fake_rules.CALLED[0].get("gpu_memory_utilization") == Fraction(1, 2)
     assert fake_rules.CALLED[0].version == Version.read("0.19.0")
+
+
+def test_weights_that_are_not_counted_as_they_will_be(model) -> None:
+    command = """vllm serve m --quantization fp8 --speculative-config '{"model": "d", "num_speculative_tokens": 3}'"""
+    found = codes(command, model("llama-3.1-8b"))
+    assert "draft model d" in found["TN043"].what
+    assert "--quantization fp8" in found["TN044"].what
+    assert not {"TN043", "TN044"} & codes("vllm serve m", model("llama-3.1-8b")).keys()

@@ -19,6 +19,7 @@ from tonnage.peers.commands.images import engine_of_image, version_of_image
 from tonnage.peers.commands.kinds import KINDS, Kind
 from tonnage.peers.commands.known import standing
 from tonnage.peers.commands.kubernetes import size_of as kubernetes_size
+from tonnage.peers.commands.meaning import draft_model, drafts_inside, meaning
 from tonnage.peers.commands.shell import simple_commands
 from tonnage.peers.version import Version
 from tonnage.units import GiB, MiB
@@ -161,7 +162,7 @@ def test_a_manifest_with_its_config_map() -> None:
     assert (found.engine, found.model, found.version) == ("trtllm", "org/m", "1.2.1")
     assert found.where == "Deployment llm, container main"
     assert settings_of(found)[0] == {
-        "tp_size": 4, "free_gpu_memory_fraction": Fraction(7, 10), "kv_cache_dtype": "fp8",
+        "tp_size": 4, "free_gpu_memory_fraction": Fraction(7, 10), "kv_cache_dtype": "fp8", "cuda_graph_config": "null",
     }  # fmt: skip
     place = found.place
     assert (place.num_gpus, place.gpu_name, place.shm_bytes) == (4, "NVIDIA-H100-80GB-HBM3", 8 * GiB)
@@ -175,6 +176,39 @@ def test_an_options_file_beside_the_script_and_inside_it(tmp_path: Path) -> None
     inside = "cat > /tmp/e.yml <<EOF\nmax_batch_size: 4\nEOF\ntrtllm-serve org/m --extra_llm_api_options /tmp/e.yml\n"
     assert settings_of(one(inside))[0] == {"max_batch_size": 4}
     assert one("vllm serve m --config nowhere.yaml", folder=tmp_path).files == ()
+
+
+MEANINGS: list[tuple[str, dict[str, object]]] = [
+    ("vllm serve m --compilation-config.cudagraph_mode NONE", {"cudagraph_mode": "NONE", "enforce_eager": True}),
+    ("vllm serve m -O0", {"optimization_level": 0, "enforce_eager": True}),
+    ("""vllm serve m --compilation-config '{"cudagraph_capture_sizes": [1, 2], "level": 3}'""",
+     {"cudagraph_capture_sizes": (1, 2)}),
+    ("""vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""",
+     {"speculative_method": "mtp", "num_speculative_tokens": 2}),
+    ("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0 VLLM_USE_V1=0 vllm serve m --dtype half",
+     {"cudagraph_mem_estimate_enabled": False, "engine_core": "V0"}),
+    ("sglang serve --model-path m --cuda-graph-max-bs-decode 8 --kv-cache-dtype fp8_e5m2", {"cuda_graph_max_bs": 8}),
+    ("sglang serve --model-path m --cuda-graph-backend-decode disabled",
+     {"cuda_graph_backend_decode": "disabled", "disable_cuda_graph": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted"), MEANINGS, ids=[row[0][:60] for row in MEANINGS])
+def test_what_settings_come_to(text: str, wanted: dict[str, object]) -> None:
+    found = one(text)
+    assert meaning(found.engine, settings_of(found)[0], found.place.variables) == wanted
+
+
+def test_drafts_beside_and_inside() -> None:
+    def read(text: str) -> tuple[str | None, bool]:
+        values = settings_of(one(text))[0]
+        engine = text.split()[0]
+        return draft_model(engine, values), drafts_inside(engine, values)
+
+    assert read("""vllm serve m --speculative-config '{"model": "d", "num_speculative_tokens": 2}'""") == ("d", False)
+    assert read("""vllm serve m --speculative-config '{"method": "mtp"}'""") == (None, True)
+    assert read("sglang serve --model-path m --speculative-algorithm EAGLE") == (None, True)
+    assert read("vllm serve m") == (None, False)
 
 
 def test_values_that_the_engine_refuses_are_named() -> None:

@@ -11,6 +11,7 @@ from tonnage.costs.models import find_config
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UserError
 from tonnage.hardware import Card, find_card
 from tonnage.peers.commands import Command, settings_of
+from tonnage.peers.commands.meaning import drafts_inside
 from tonnage.peers.corrections import Correction, corrected
 from tonnage.peers.engines import ENGINES
 from tonnage.peers.lint import Case, Finding, Linted, Severity, flagged, layout, sharing
@@ -92,6 +93,7 @@ def _lint(command: Command, *, file: str, asked: LintAsked) -> Linted:
         if unread := [*flagged.values(check_settings(case))]:
             findings += unread
         else:
+            findings += flagged.weights(case)
             start, more = predicted(case, users=asked.users)
             findings += [*more, *_applied(start)]
     return Linted(
@@ -171,21 +173,22 @@ def case_of(
         version=version,
         config=config,
         card=card,
-        weights=weights_by_rank(config, path),
+        weights=weights_by_rank(config, path, drafts=drafts_inside(command.engine, settings)),
         settings=settings,
         in_use_bytes=asked.in_use_bytes,
         correct=(lambda start: corrected(start, corrections)) if corrections else (lambda start: start),
     )
 
 
-def weights_by_rank(config: ModelConfig, path: str) -> Weights:
+def weights_by_rank(config: ModelConfig, path: str, *, drafts: bool = False) -> Weights:
     """Bytes of one rank's weights, each counted once; the headers of a checkpoint at hand are read once."""
-    checkpoint = checkpoint_of(path)
+    checkpoint = checkpoint_of(path)  # ``drafts``: layers for multi-token prediction are loaded too
     known: dict[tuple[Rank, str | None], Quantity] = {}
 
     def weights(rank: Rank, dtype: str | None) -> Quantity:
         if (rank, dtype) not in known:
-            known[rank, dtype] = weights_of(config, dtype=dtype or config.dtype, rank=rank, checkpoint=checkpoint)
+            element = dtype or config.dtype
+            known[rank, dtype] = weights_of(config, dtype=element, rank=rank, checkpoint=checkpoint, drafts=drafts)
         return known[rank, dtype]
 
     return weights

@@ -74,8 +74,8 @@ TRTLLM = _table(
     number="max_tokens",
     switch="trust_remote_code enable_chunked_prefill enable_block_reuse enable_attention_dp disable_overlap_scheduler "
     "enable_padding fail_fast_on_attention_window_too_large enable_partial_reuse",
-    word="backend kv_cache_dtype dtype mamba_ssm_cache_dtype quantization attn_backend moe_backend",
-    json="cuda_graph_config speculative_config moe_config max_attention_window torch_compile_config",
+    word="backend kv_cache_dtype dtype cuda_graph_config mamba_ssm_cache_dtype quantization attn_backend moe_backend",
+    json="speculative_config moe_config max_attention_window torch_compile_config",
     counts="batch_sizes",
 )
 KINDS: Mapping[str, Mapping[str, Kind]] = {"vllm": VLLM, "sglang": SGLANG, "trtllm": TRTLLM}

@@ -11,6 +11,7 @@ from tonnage.costs.dtypes import FP8_DS_MLA, parse_dtype
 from tonnage.errors import InvalidSetting, UserError
 from tonnage.hardware import Card
 from tonnage.peers.commands.command import Command
+from tonnage.peers.commands.meaning import meaning
 from tonnage.peers.launch import Launch
 from tonnage.peers.lint.parallel import Parallel, parallel_of, rank_of
 from tonnage.peers.predict import predict
@@ -61,7 +62,7 @@ class Case:
             rank=rank,
             dtype=dtype,
             kv_dtype=kv_dtype_of(settings),
-            settings=settings,
+            settings=meaning(self.engine, settings, self.command.place.variables),
         )
 
     def predict(self, changes: Mapping[str, object] = _NOTHING) -> Start:

@@ -45,6 +45,8 @@ CODES: Mapping[str, str] = {
     "TN040": "the cache in eight bits would hold more",
     "TN041": "graphs are switched off",
     "TN042": "layers with windows or states are held in full",
+    "TN043": "a draft model beside it is not counted",
+    "TN044": "weights are quantised as they are loaded",
     "TN050": "a correction from a log was applied",
 }
 

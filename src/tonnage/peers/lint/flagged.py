@@ -8,6 +8,8 @@ from tonnage.errors import InvalidSetting
 from tonnage.peers.commands import kinds, known
 from tonnage.peers.commands.command import Command, Flag
 from tonnage.peers.commands.invocation import close_to
+from tonnage.peers.commands.meaning import draft_model
+from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.version import Version
 
@@ -77,6 +79,25 @@ def variables(command: Command) -> Iterator[Finding]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names)
+
+
+def weights(case: Case) -> Iterator[Finding]:
+    """What the weights of the prediction leave out, or do not follow."""
+    draft = draft_model(case.engine, case.settings)
+    if draft is not None:
+        yield Finding(
+            code="TN043",
+            severity=Severity.WARNING,
+            what=f"the draft model {draft} is loaded beside it, and its weights and cache are not counted",
+        )
+    quantised = case.settings.get("quantization")
+    if quantised is not None and case.config.quantisation is None:
+        yield Finding(
+            code="TN044",
+            severity=Severity.WARNING,
+            what=f"--quantization {quantised}: the checkpoint is not quantised, and is counted as it is stored",
+            why="what is quantised as it is loaded takes less, and the cache will be larger than predicted",
+        )
 
 
 def release(command: Command, version: Version, *, is_assumed: bool) -> Iterator[Finding]:
