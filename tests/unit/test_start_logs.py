@@ -258,6 +258,10 @@ def test_a_failed_start_is_given_what_starts_by_the_corrected_prediction(fake: s
     assert found.worst.name == "non-torch"
     (ended,) = found.ended
     assert ended.failure.kind == "one request"
+    assert found.start is not None
+    assert found.start.starts
+    assert found.correction is not None
+    assert corrected(found.start, [found.correction]).starts is False
     assert ended.change[0].startswith("--max-model-len 114432")
     # 4.89 GiB of peak are more than the pool lacks: fewer sequences do it, and so does a shorter length.
     assert "--max-num-seqs 256" in ended.change
@@ -285,10 +289,14 @@ def test_a_correction_moves_terms_and_pool_and_says_so(fake: str, tmp_path: Path
     assert moved.term("non-torch").bytes.source is Source.MEASURED
     assert moved.term("non-torch").bytes.ref == correction.log
     assert moved.notes[-1].startswith("corrected by a log: a.log (")
-    taken = sum(new.bytes.bytes - old.bytes.bytes for new, old in zip(moved.terms, start.terms, strict=True)
-                if old.is_budgeted and old.name != "pool")  # fmt: skip
+    taken = sum(
+        new.bytes.bytes - old.bytes.bytes
+        for new, old in zip(moved.terms, start.terms, strict=True)
+        if old.is_budgeted and old.name != "pool"
+    )
     assert moved.pool.bytes == start.pool.bytes - taken
     assert moved.term("pool").bytes == moved.pool
+    assert moved.launch == start.launch
     assert sum(term.bytes.bytes for term in moved.terms) == sum(term.bytes.bytes for term in start.terms)
     assert moved.tokens is not None
     assert start.tokens is not None

@@ -67,11 +67,11 @@ def key_of(launch: Launch) -> tuple[str, str, str, int, int, str]:
 
 
 def corrected(start: Start, corrections: Sequence[Correction]) -> Start:
-    """The prediction with the difference of the last fitting correction: the terms that the log told carry it, the
-    pool takes what they leave, and a note says which log it was. The same object where none fits.
+    """The prediction with the difference of the last fitting correction: the terms that the log told carry it, pool,
+    tokens and checks are those of the rules with it, and a note says which log it was. The same object where none fits.
 
-    One of the same model counts before one of another, of which only what is the machine's is taken.
-
+    One of the same model counts before one of another, of which only what is the machine's is taken. What lies inside
+    the engine's budget is asked of the rules again as if the weights were so much larger: to a budget bytes are bytes.
     The interval of a corrected term is that of the log's rounding, its source ``MEASURED`` with the log as reference.
     """
     key = key_of(start.launch)
@@ -80,27 +80,59 @@ def corrected(start: Start, corrections: Sequence[Correction]) -> Start:
         return start
     same = [each for each in fitting if each.model == key[-1]]
     correction = same[-1] if same else _of_the_machine(fitting[-1])
-    terms = tuple(_with(term, correction) for term in start.terms)
-    pairs = tuple(zip(start.terms, terms, strict=True))
-    moved = {new.name: new.bytes.bytes - old.bytes.bytes for old, new in pairs}
-    told = [term.name for term in terms if term.name in correction.terms and _is_carried(term.name)]
-    if not told:
+    moved = {term.name: _moved(term, correction) for term in start.terms if _is_told(term, correction)}
+    if not moved:
         return start
-    budgeted, outside = (
-        sum(new.bytes.bytes - old.bytes.bytes for old, new in pairs if new.is_budgeted is inside)
-        for inside in (True, False)
+    inside, outside = (
+        sum(moved[term.name].bytes - term.bytes.bytes for term in start.terms
+            if term.name in moved and term.is_budgeted is is_inside)
+        for is_inside in (True, False)
+    )  # fmt: skip
+    again = _with_more(start, inside)
+    pool = _close(again.pool, correction)
+    note = (
+        APPLIED
+        + f"{correction.log}: "
+        + ", ".join(
+            f"{name} {_signed(quantity.bytes - start.term(name).bytes.bytes)}" for name, quantity in moved.items()
+        )
     )
-    note = APPLIED + f"{correction.log}: " + ", ".join(f"{name} {_signed(moved[name])}" for name in told)
-    pool = _less(start.pool, budgeted, correction)
     return replace(
-        start,
-        terms=_rest(terms, taken=start.pool.bytes - pool.bytes, outside=outside, correction=correction),
+        again,
+        launch=start.launch,
+        terms=tuple(_term(term, start, moved, outside, correction) for term in again.terms),
         pool=pool,
-        notes=(*start.notes, note),
-        tokens=_moved(start.tokens, start.pool, pool),
-        logged_tokens=_moved(start.logged_tokens, start.pool, pool),
-        concurrency=_moved(start.concurrency, start.pool, pool),
+        tokens=_scaled(again.tokens, again.pool, pool),
+        logged_tokens=_scaled(again.logged_tokens, again.pool, pool),
+        concurrency=_scaled(again.concurrency, again.pool, pool),
+        notes=(*again.notes, note),
     )
+
+
+def _with_more(start: Start, more: int) -> Start:
+    """The start by its rules with weights of so many bytes more."""
+    if not more:
+        return start
+    from tonnage.peers.predict import predict
+
+    weights = start.launch.weights
+    shifted = replace(
+        weights, bytes=max(0, weights.bytes + more), low=max(0, weights.low + more), high=max(0, weights.high + more)
+    )
+    return predict(replace(start.launch, weights=shifted))
+
+
+def _term(term: Term, start: Start, moved: Mapping[str, Quantity], outside: int, correction: Correction) -> Term:
+    """A term of the start that was asked again: as the log told it, or as it was; the pools and the rest are new."""
+    if term.name in moved:
+        return replace(term, bytes=moved[term.name])
+    if "pool" in term.name.lower():
+        return replace(term, bytes=_close(term.bytes, correction))
+    if "free" in term.name.lower():
+        return replace(term, bytes=_less(term.bytes, outside))
+    if not _is_carried(term.name):
+        return term
+    return next((old for old in start.terms if old.name == term.name), term)
 
 
 def _of_the_machine(correction: Correction) -> Correction:
@@ -112,61 +144,33 @@ def _is_carried(name: str) -> bool:
     return not any(word in name.lower() for word in NOT_CARRIED)
 
 
-def _with(term: Term, correction: Correction) -> Term:
-    difference = correction.terms.get(term.name)
-    if difference is None or not _is_carried(term.name):
-        return term
-    best = max(0, term.bytes.bytes + difference)
-    return replace(
-        term,
-        bytes=Quantity(
-            bytes=best,
-            low=max(0, best - ROUNDING_BYTES),
-            high=best + ROUNDING_BYTES,
-            source=Source.MEASURED,
-            ref=correction.log,
-        ),
-    )
+def _is_told(term: Term, correction: Correction) -> bool:
+    return term.name in correction.terms and _is_carried(term.name)
 
 
-def _rest(terms: tuple[Term, ...], *, taken: int, outside: int, correction: Correction) -> tuple[Term, ...]:
-    """The largest pool pays for what is inside the budget, and what is left free for what lies outside."""
-    pools = [term for term in terms if "pool" in term.name.lower()]
-    largest = max(pools, key=lambda term: term.bytes.bytes, default=None)
-    left = next((term for term in terms if "free" in term.name.lower()), None)
-
-    def moved(term: Term) -> Term:
-        if term is largest:
-            return replace(term, bytes=_less(term.bytes, taken, correction))
-        return replace(term, bytes=_less(term.bytes, outside, correction, least=None)) if term is left else term
-
-    return tuple(moved(term) for term in terms)
+def _moved(term: Term, correction: Correction) -> Quantity:
+    best = max(0, term.bytes.bytes + correction.terms[term.name])
+    low, high = max(0, best - ROUNDING_BYTES), best + ROUNDING_BYTES
+    return Quantity(bytes=best, low=low, high=high, source=Source.MEASURED, ref=correction.log)
 
 
-def _less(quantity: Quantity, taken: int, correction: Correction, *, least: int | None = 0) -> Quantity:
-    """Less by what others take more; the interval shrinks with those of the terms that are known now."""
-
-    def at_least(value: int) -> int:
-        return value if least is None else max(least, value)
-
-    best = at_least(quantity.bytes - taken)
-    low = at_least(max(quantity.low - taken, best - 4 * ROUNDING_BYTES))
-    high = at_least(min(quantity.high - taken, best + 4 * ROUNDING_BYTES))
-    return Quantity(
-        bytes=best, low=min(low, best), high=max(high, best), source=Source.MEASURED, ref=f"less {correction.log}"
-    )
+def _close(quantity: Quantity, correction: Correction) -> Quantity:
+    """The interval of a pool whose terms are known to the log's rounding."""
+    low = max(quantity.low, quantity.bytes - 4 * ROUNDING_BYTES)
+    high = min(quantity.high, quantity.bytes + 4 * ROUNDING_BYTES)
+    return replace(quantity, low=low, high=high, source=Source.MEASURED, ref=f"less {correction.log}")
 
 
-def _moved(count: Count | None, before: Quantity, after: Quantity) -> Count | None:
-    """Tokens and sequences move with the pool."""
+def _less(quantity: Quantity, taken: int) -> Quantity:
+    return replace(quantity, bytes=quantity.bytes - taken, low=quantity.low - taken, high=quantity.high - taken)
+
+
+def _scaled(count: Count | None, before: Quantity, after: Quantity) -> Count | None:
+    """Tokens or sequences with the interval of the pool."""
     if count is None or not before.bytes:
         return count
-    best, low, high = (_scaled(count.best, end, before.bytes) for end in (after.bytes, after.low, after.high))
-    return Count(best=best, low=min(low, best), high=max(high, best))
-
-
-def _scaled(count: int, part: int, whole: int) -> int:
-    return int(Fraction(count * part, whole))
+    low, high = (int(Fraction(count.best * end, before.bytes)) for end in (after.low, after.high))
+    return Count(best=count.best, low=min(low, count.best), high=max(high, count.best))
 
 
 def _signed(value: int) -> str:

@@ -107,6 +107,14 @@ def _counted(name: str, figure: Figure, count: Count) -> Row:
     return row_of(figure, count.best, name=name, how="the prediction's own", low=count.low, high=count.high)
 
 
-def differences(rows: tuple[Row, ...]) -> dict[str, int]:
-    """Bytes to add to each term so that the prediction says what the log says: what a correction keeps."""
-    return {row.terms[0]: row.difference for row in rows if row.terms and row.unit is Unit.BYTES}
+def differences(rows: tuple[Row, ...], start: Start) -> dict[str, int]:
+    """Bytes to add to each term so that the prediction says what the log says: what a correction keeps. Where a row
+    stands for several terms the first takes the difference, and the next what it cannot: no term falls below zero."""
+    found = {}
+    for row in rows:
+        left = row.difference
+        for name in row.terms if row.unit is Unit.BYTES else ():
+            taken = max(left, -start.term(name).bytes.bytes)
+            found[name] = taken
+            left -= taken
+    return found

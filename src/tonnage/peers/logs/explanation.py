@@ -86,7 +86,7 @@ def explain(
 
 
 def _correction(start: Start, rows: tuple[Row, ...], *, name: str, text: str) -> Correction | None:
-    terms = differences(rows)
+    terms = differences(rows, start)
     engine, minor, card, tp, pp, model = key_of(start.launch)
     if not terms:
         return None
