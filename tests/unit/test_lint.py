@@ -251,6 +251,15 @@ def test_json_and_annotations(model) -> None:
     assert all("%" not in row.replace("%25", "") for row in rows)
 
 
+def test_a_length_that_users_fit_in(model) -> None:
+    finding = codes("vllm serve m --max-num-seqs 64 --max-model-len 131072", model("llama-3.1-8b"), users=20)["TN012"]
+    (shorter,) = [change for change in finding.change if "max-model-len" in change]
+    found = codes(f"vllm serve m --max-num-seqs 64 {shorter}", model("llama-3.1-8b"), users=20)
+    assert "TN012" not in found
+    longer = f"--max-model-len {int(shorter.split()[1]) + 256}"
+    assert "TN012" in codes(f"vllm serve m --max-num-seqs 64 {longer}", model("llama-3.1-8b"), users=20)
+
+
 def test_every_code_is_on_the_page() -> None:
     assert CODES is LISTED
     for code, about in CODES.items():

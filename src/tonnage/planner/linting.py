@@ -51,13 +51,11 @@ class LintAsked:
 
 def lint(commands: Sequence[Command], *, file: str, asked: LintAsked) -> list[Linted]:
     """Every launch of one file, in order."""
-    found = [_lint(command, file=file, asked=asked) for command in commands]
-    shares = [
-        (each.command, settings_of(each.command)[0], _SHARES.get(each.command.engine, Fraction(0))) for each in found
-    ]
+    pairs = [_lint(command, file=file, asked=asked) for command in commands]
+    found = [linted for linted, _ in pairs]
+    shares = [(each.command, case, _SHARES.get(each.command.engine, Fraction(0))) for each, case in pairs]
     for place, finding in sharing.too_much(shares).items():
-        each = found[place]
-        found[place] = _with(each, [*each.findings, finding])
+        found[place] = _with(found[place], [*found[place].findings, finding])
     return found
 
 
@@ -72,7 +70,7 @@ def _with(linted: Linted, findings: Sequence[Finding]) -> Linted:
     )
 
 
-def _lint(command: Command, *, file: str, asked: LintAsked) -> Linted:
+def _lint(command: Command, *, file: str, asked: LintAsked) -> tuple[Linted, Case | None]:
     version, is_assumed = version_of(command, asked.engine)
     settings, wrong = settings_of(command)
     findings = [*flagged.values(wrong), *flagged.names(command, version), *flagged.variables(command)]
@@ -83,7 +81,7 @@ def _lint(command: Command, *, file: str, asked: LintAsked) -> Linted:
     findings += layout.gpus(
         command, parallel, num_gpus=asked.num_gpus if num_gpus is None else num_gpus, is_spread=is_spread
     )
-    card, start = None, None
+    card, start, case = None, None, None
     try:
         card = card_of(command, asked.card)
         case = case_of(command, settings, version=version, card=card, asked=asked)
@@ -96,7 +94,7 @@ def _lint(command: Command, *, file: str, asked: LintAsked) -> Linted:
             findings += flagged.weights(case)
             start, more = predicted(case, users=asked.users)
             findings += [*more, *_applied(start)]
-    return Linted(
+    linted = Linted(
         file=file,
         command=command,
         version=str(version),
@@ -104,6 +102,7 @@ def _lint(command: Command, *, file: str, asked: LintAsked) -> Linted:
         start=start,
         findings=tuple(in_order(findings)),
     )
+    return linted, case
 
 
 def _applied(start: Start | None) -> list[Finding]:

@@ -12,6 +12,8 @@ from tonnage.peers.start import Start
 from tonnage.units import decimal_text
 
 Changes = Mapping[str, object]
+#: Whether a start that was tried does what is wanted.
+Works = Callable[[Start], bool]
 
 _LENGTH = {"vllm": "max_model_len", "sglang": "context_length", "trtllm": "max_seq_len"}
 _SHARE = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static", "trtllm": "free_gpu_memory_fraction"}
@@ -31,10 +33,10 @@ def _any(start: Start) -> bool:
     return True
 
 
-def remedies(case: Case, start: Start, works: Callable[[Start], bool] = _any) -> tuple[str, ...]:
+def remedies(case: Case, start: Start, works: Works = _any) -> tuple[str, ...]:
     """Single changes after which it starts and ``works`` holds; where there is none, pairs of them. At most four."""
     found = []
-    singles = list(_candidates(case, start))
+    singles = list(_candidates(case, start, works))
     for family in singles:
         for changes in family:
             tried = case.tried(changes)
@@ -46,7 +48,7 @@ def remedies(case: Case, start: Start, works: Callable[[Start], bool] = _any) ->
     return tuple(dict.fromkeys(found))[:_MOST]
 
 
-def _pairs(case: Case, families: list[list[Changes]], works: Callable[[Start], bool]) -> list[str]:
+def _pairs(case: Case, families: list[list[Changes]], works: Works) -> list[str]:
     """The last, that is the strongest, of two families together."""
     for place, first in enumerate(families):
         for second in families[place + 1 :]:
@@ -57,13 +59,13 @@ def _pairs(case: Case, families: list[list[Changes]], works: Callable[[Start], b
     return []
 
 
-def _candidates(case: Case, start: Start) -> Iterator[list[Changes]]:
+def _candidates(case: Case, start: Start, works: Works) -> Iterator[list[Changes]]:
     """Families of one flag each, mildest value first; in the order in which people would rather give something up."""
     yield _sequences(case, start)
     yield [{"kv_cache_dtype": _fp8(case)}] if can_fp8(case) else []
     yield _shares(case)
     yield lower_shares(case, start)[:20]
-    yield _shorter(case, start)
+    yield _shorter(case, start, works)
     yield _steps(case, start)
     yield _eager(case)
     tp = case.parallel().tp
@@ -96,18 +98,20 @@ def _eager(case: Case) -> list[Changes]:
     return [] if case.settings.get(name) else [{name: True}]
 
 
-def _shorter(case: Case, start: Start) -> list[Changes]:
-    """The longest length, a multiple of 256 tokens, that starts; none where not even the least does."""
+def _shorter(case: Case, start: Start, works: Works) -> list[Changes]:
+    """The longest length, a multiple of 256 tokens, that starts and works; none where not even the least does."""
+
+    def fits(tokens: int) -> bool:
+        tried = case.tried({name: tokens})
+        return tried is not None and works(tried)
+
     name = _LENGTH[case.engine]
     low, high = _LEAST_TOKENS // _STEP_TOKENS, start.max_model_len // _STEP_TOKENS
-    if high <= low or case.tried({name: low * _STEP_TOKENS}) is None:
+    if high <= low or not fits(low * _STEP_TOKENS):
         return []
     while high - low > 1:
         middle = (low + high) // 2
-        if case.tried({name: middle * _STEP_TOKENS}) is None:
-            high = middle
-        else:
-            low = middle
+        low, high = (middle, high) if fits(middle * _STEP_TOKENS) else (low, middle)
     return [{name: low * _STEP_TOKENS}]
 
 

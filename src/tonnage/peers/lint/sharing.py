@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from tonnage.hardware import Card
 from tonnage.peers.commands.command import Command
+from tonnage.peers.commands.values import settings_of
 from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.lint.remedies import flags_text
@@ -36,15 +37,15 @@ def num_gpus_of(command: Command) -> int | None:
     return None if ids is None else len(ids)
 
 
-def too_much(cases: Sequence[tuple[Command, dict[str, object], Fraction]]) -> dict[int, Finding]:
-    """A finding for each place in ``cases`` (command, settings, default share) whose share is the one too many.
+def too_much(launches: Sequence[tuple[Command, Case | None, Fraction]]) -> dict[int, Finding]:
+    """A finding for each place in ``launches`` (command, case, default share) whose share is the one too many.
 
     Only engines whose devices are named and overlap are compared: others may be alternatives, or run one by one."""
     found: dict[int, Finding] = {}
     taken: dict[str, list[tuple[int, Fraction]]] = {}
-    for place, (command, settings, default) in enumerate(cases):
+    for place, (command, case, default) in enumerate(launches):
         name = _SHARE.get(command.engine)
-        share = settings.get(name, default) if name else None
+        share = settings_of(command)[0].get(name, default) if name else None
         ids = devices_of(command)
         if not isinstance(share, Fraction) or ids is None:
             continue
@@ -52,22 +53,27 @@ def too_much(cases: Sequence[tuple[Command, dict[str, object], Fraction]]) -> di
             others = taken.setdefault(each, [])
             together = share + sum((other for _, other in others), Fraction(0))
             if together > 1 and others and place not in found:
-                found[place] = _shared(command, each, share, together, cases[others[-1][0]][0])
+                found[place] = _shared(command, case, each, share, together, launches[others[-1][0]][0])
             others.append((place, share))
     return found
 
 
-def _shared(command: Command, device: str, share: Fraction, together: Fraction, other: Command) -> Finding:
+def _shared(
+    command: Command, case: Case | None, device: str, share: Fraction, together: Fraction, other: Command
+) -> Finding:
+    """With what the others leave, less two hundredths for contexts, where that was tried and starts."""
     name = _SHARE[command.engine]
-    rest = 1 - (together - share)
-    least = Fraction(int(rest * 100) - 2, 100)
+    least = Fraction(int((1 - (together - share)) * 100) - 2, 100)
+    changes: dict[str, object] = {name: least}
+    works = least > 0 and case is not None and case.tried(changes) is not None
+    asked = f"on GPU {device} it asks for {decimal_text(share)}"
     return Finding(
         code="TN021",
         severity=Severity.ERROR,
-        what=f"on GPU {device} it asks for {decimal_text(share)}: {decimal_text(together)} with {other.where}",
+        what=f"{asked}, which makes {decimal_text(together)} together with {other.where}",
         why="each share is one of the whole device, and the engine that comes last finds too little free "
         "(vllm-project/vllm#10533)",
-        change=(f"--{name.replace('_', '-')} {decimal_text(least)}",) if least > 0 else (),
+        change=(flags_text(case, changes),) if works and case is not None else (),
     )
 
 

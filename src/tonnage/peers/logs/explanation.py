@@ -100,7 +100,9 @@ def _ended(failure: Failure, case: Case | None) -> Ended:
     same, milder settings are still what to try: the failure is a fact."""
     means = KINDS[failure.kind]
     estimate = failure.numbers.get("estimated_max_model_len")
-    told = (f"--max-model-len {estimate} (the engine's own estimate)",) if estimate else ()
+    told: tuple[str, ...] = (f"--max-model-len {estimate} (the engine's own estimate)",) if estimate else ()
+    if blocks := failure.numbers.get("state_blocks"):
+        told = (f"--max-num-seqs {blocks} (the engine's own bound)",)
     if case is None:
         return Ended(failure=failure, means=_with_numbers(means, failure), change=told)
     try:
