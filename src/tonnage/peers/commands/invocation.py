@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -126,9 +127,11 @@ def command_of(
     """The flags among ``words``, and the model."""
     flags: list[Flag] = []
     bare: list[Word] = []
-    left = list(words)
+    left = deque(words)
     while left:
-        word = left.pop(0)
+        word = left.popleft()
+        if word.text == "--":
+            continue
         if _is_flag(word.text):
             flags.append(_flag(engine, word, left))
         else:
@@ -152,7 +155,7 @@ def _is_flag(text: str) -> bool:
     return len(text) > 1 and text.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", text)
 
 
-def _flag(engine: str, word: Word, left: list[Word]) -> Flag:
+def _flag(engine: str, word: Word, left: deque[Word]) -> Flag:
     """One flag, with the words behind it that are its value; they are taken off ``left``."""
     written, equals, value = word.text.partition("=")
     if engine == "vllm" and (level := re.fullmatch(r"-O(\d)", written)):
@@ -171,25 +174,25 @@ def _name(engine: str, written: str) -> tuple[str, bool]:
     name = kinds.canonical(engine, written)
     if written.startswith(("--no-", "--no_")):
         return kinds.canonical(engine, written[5:]), True
-    if written.startswith("--") and kinds.kind_of(engine, name) is None and "." not in name:
+    if written.startswith("--") and kinds.kind_of(engine, name) is None and "." not in name and len(name) > 3:
         from tonnage.peers.commands import known
 
         names = known.names(engine)
         if name not in names:
             longer = {kinds.canonical(engine, each) for each in names if each.startswith(name)}
-            return (longer.pop() if len(longer) == 1 and len(name) > 3 else name), False
+            return (longer.pop() if len(longer) == 1 else name), False
     return name, False
 
 
-def _values(engine: str, name: str, left: list[Word], *, is_off: bool) -> list[Word]:
+def _values(engine: str, name: str, left: deque[Word], *, is_off: bool) -> list[Word]:
     if not left or _is_flag(left[0].text):
         return []
     if kinds.is_switch(engine, name) or is_off:
-        return [left.pop(0)] if left[0].text.lower() in ("true", "false") else []
-    taken = [left.pop(0)]
+        return [left.popleft()] if left[0].text.lower() in ("true", "false") else []
+    taken = [left.popleft()]
     several = kinds.kind_of(engine, name) is Kind.COUNTS or name in ("served_model_name", "lora_modules", "middleware")
     while several and left and not _is_flag(left[0].text):
-        taken.append(left.pop(0))
+        taken.append(left.popleft())
     return taken
 
 

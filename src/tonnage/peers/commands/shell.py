@@ -16,6 +16,8 @@ from tonnage.errors import InputError
 MOST_CHARACTERS = 1_000_000
 #: Times that variables may stand in one another's values.
 _DEPTH = 8
+#: Characters of a word in which variables are looked for.
+_LONGEST_WORD = 20_000
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
 _ENDS = ";&|\n()"
@@ -197,6 +199,8 @@ _BRACED = re.compile(r"([A-Za-z_]\w*)(?:(:?[-=])(.*)|(:?\?.*))?", re.DOTALL)
 
 def filled(text: str, known: Mapping[str, str], depth: int = 0) -> Word:
     """``text`` with its variables' values in it; those without one stay as typed and are named."""
+    if len(text) > _LONGEST_WORD:
+        return Word(text)
     unknown: list[str] = []
 
     def value(match: re.Match[str]) -> str:

@@ -30,7 +30,8 @@ _DTYPE_WORDS = {"auto": None, "half": "float16", "float": "float32"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """``settings``: the launch's own, parsed. ``in_use_bytes``: what other processes hold on each device."""
+    """``settings``: the launch's own, parsed. ``in_use_bytes``: what other processes hold on each device.
+    ``known``: starts that were tried; a case that is changed in any other field begins with none."""
 
     command: Command
     version: Version
@@ -40,6 +41,7 @@ class Case:
     settings: Mapping[str, object] = field(default_factory=dict)
     in_use_bytes: int = 0
     correct: Correct = lambda start: start
+    known: dict[str, Start | None] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
     def engine(self) -> str:
@@ -73,12 +75,16 @@ class Case:
         return failing[0] if failing else min(starts, key=held)
 
     def tried(self, changes: Mapping[str, object]) -> Start | None:
-        """The start with these changes; None where it does not surely start, or cannot be asked."""
-        try:
-            start = self.predict(changes)
-        except UserError:
-            return None
-        return start if start.starts else None
+        """The start with these changes; None where it does not surely start, or cannot be asked. Asked once."""
+        key = repr(sorted(changes.items()))
+        if key not in self.known:
+            try:
+                start = self.predict(changes)
+            except UserError:
+                self.known[key] = None
+            else:
+                self.known[key] = start if start.starts else None
+        return self.known[key]
 
 
 def held(start: Start) -> int:

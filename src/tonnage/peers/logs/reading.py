@@ -19,9 +19,18 @@ from tonnage.units import GiB, MiB
 MOST_OF_A_LINE = 20_000
 MOST_LINES = 500_000
 _SCALES = {Unit.GIB: GiB, Unit.MIB: MiB, Unit.BYTES: 1, Unit.COUNT: 1, Unit.TIMES: 1000, Unit.SHARE: 10**6}
+#: Lines of one engine that settle whose log it is.
+_ENOUGH = 40
 #: Characters in which a figure stands, and a word without which a line has none.
 _MOST_OF_A_FIGURE = 2_000
-_MAYBE = re.compile(r"G[iI]?B|MiB|bytes|tokens|blocks|memory|sampler|unrecognized|capacity|max_seq_len|fraction|kv")
+_MAYBE = re.compile(
+    "total_gpu_memory|gpu_memory_utilization|instance can use|model weights|non_torch_memory|activation|loading took|"
+    "blocks|KV [cC]ache|kv_?[cC]ache|concurrency|[Gg]raph|memory|Memory|attention block|avail mem|mem usage|mamba|"
+    "max_total_num_tokens|max seq len|max_seq_len|fraction|kv size|paged|engine size|per block|sampler|unrecognized|"
+    "capacity|max_num_seqs|bytes for k/v|weights"
+)
+#: A line of a server that runs: there are thousands of each, and they tell nothing of its start.
+_RUNNING = re.compile(r"KV cache usage|Decode batch|Prefill batch|iter = \d|HTTP/1|throughput")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 #: A line that begins a start anew: a log may hold several.
 _BEGINS = {
@@ -47,7 +56,7 @@ def read_log(text: str, *, engine: str | None = None, name: str = "-") -> Log:
     figures: list[Figure] = []
     failed: list[Failure] = []
     for number, whole in enumerate(lines[start:], start + 1):
-        if _MAYBE.search(whole) is None:
+        if _MAYBE.search(whole) is None or _RUNNING.search(whole):
             continue
         line = whole[:_MOST_OF_A_FIGURE]
         figures += _figures(found, line, number)
@@ -71,6 +80,8 @@ def engine_of(lines: Iterable[str]) -> str | None:
     for line in lines:
         for engine, pattern in ENGINES.items():
             counts[engine] += bool(pattern.search(line))
+        if max(counts.values()) >= _ENOUGH:
+            break
     best = max(counts, key=lambda engine: counts[engine])
     return best if counts[best] else None
 
