@@ -18,6 +18,8 @@ from shapes import raw_config, starts
 
 from tonnage.errors import InputError, UserError
 from tonnage.hardware import find_card
+from tonnage.peers.commands.invocation import command_of
+from tonnage.peers.commands.shell import Word
 from tonnage.peers.corrections import Correction, corrected, dumps, load_corrections, parse, save_correction
 from tonnage.peers.logs import Log, read_log
 from tonnage.peers.logs.consistency import consistency, settings_in_log
@@ -52,7 +54,7 @@ def _new(row: dict) -> str:
     had, share = row["logged"], row["flags"]["gpu_memory_utilization"]
     total = had["total_gpu_memory_gib"]
     lines = [
-        "(APIServer pid=1) INFO 04-02 10:00:00 [utils.py:233] vLLM API server version 0.19.0",
+        f"(APIServer pid=1) INFO 04-02 10:00:00 [utils.py:233] vLLM API server version {row['engine_version']}",
         "(APIServer pid=1) INFO 04-02 10:00:00 [utils.py:253] non-default args: {'model_tag': 'org/m', 'model': "
         f"'org/m', 'gpu_memory_utilization': {share}}}",
         f"(EngineCore pid=2) INFO [gpu_model_runner.py:4821] Model loading took {had['weights_gib']} GiB memory and "
@@ -385,3 +387,31 @@ def test_any_text_is_read_or_refused_in_words(text: str) -> None:
     assert isinstance(log, Log)
     assert consistency(log, settings_in_log(log)) is not None
     assert Version.read(log.version or "") is not None
+
+
+def _by_the_rules() -> list[dict]:
+    """Starts of one team's sweep on one card, unpacked weights: release and flags are all known."""
+    return [row for row in summed() if row["id"].startswith("llmd-") and row["quant"] == "none" and row["pp"] == 1]
+
+
+def test_with_vllms_own_rules_a_correction_gives_the_logged_pool(tmp_path: Path) -> None:
+    rows = _by_the_rules()
+    assert len(rows) >= 5
+    for row in rows:
+        key = row["hf_config_key"]
+        folder = tmp_path / key
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**raw_config(key), "max_position_embeddings": 131072}))
+        text = _new(row)
+        typed = f"--max-model-len={row['flags']['max_model_len']} --tensor-parallel-size={row['tp']}"
+        flags = command_of("vllm", [Word(word) for word in typed.split()]).flags
+        asked = ExplainAsked(card=H100, model=str(folder), flags=flags)
+        found = explain_log(read_log(text), name=row["id"], text=text, asked=asked)
+        assert found.start is not None, found.unpredicted
+        assert found.correction is not None
+        assert {each.name for each in found.rows} >= {"weights", "non-torch", "activation peak", "kv cache"}
+        logged = row["logged"]["kv_cache_gib"] * GiB
+        moved = corrected(found.start, [found.correction])
+        assert abs(moved.pool.bytes - logged) < GiB // 10, row["id"]
+        assert abs(moved.pool.bytes - logged) <= abs(found.start.pool.bytes - logged) + GiB // 50, row["id"]
+        assert sum(term.bytes.bytes for term in moved.terms) == sum(term.bytes.bytes for term in found.start.terms)
