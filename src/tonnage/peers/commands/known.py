@@ -40,7 +40,7 @@ TRTLLM = words_of(
     "server_role fail_fast_on_attention_window_too_large otlp_traces_endpoint disagg_cluster_uri "
     "enable_chunked_prefill media_io_kwargs chat_template grpc kv_cache_dtype model"
 )
-#: Flags that are gone, and what to write instead, as the engine's own releases told when they went.
+#: Flags that are gone, and what has their place, by the messages and the help of the releases that were looked at.
 INSTEAD: dict[tuple[str, str], str] = {
     ("vllm", "cuda_graph_sizes"): "--cudagraph-capture-sizes",
     ("vllm", "max_seq_len_to_capture"): "--cudagraph-capture-sizes, or nothing",
@@ -55,9 +55,9 @@ INSTEAD: dict[tuple[str, str], str] = {
     ("vllm", "worker_use_ray"): "--distributed-executor-backend ray",
     ("vllm", "disable_mm_preprocessor_cache"): "--mm-processor-cache-gb 0",
     ("vllm", "enable_multimodal_encoder_data_parallel"): "--mm-encoder-tp-mode data",
-    ("vllm", "use_v2_block_manager"): "nothing: there is no other",
-    ("vllm", "swap_space"): "nothing: requests are recomputed, not swapped",
-    ("vllm", "num_scheduler_steps"): "nothing: --async-scheduling has its place",
+    ("vllm", "use_v2_block_manager"): "nothing",
+    ("vllm", "swap_space"): "nothing",
+    ("vllm", "num_scheduler_steps"): "nothing",
     ("sglang", "cuda_graph_max_bs"): "--cuda-graph-max-bs-decode",
     ("sglang", "cuda_graph_bs"): "--cuda-graph-bs-decode",
     ("sglang", "mamba_scheduler_strategy"): "--mamba-radix-cache-strategy",

@@ -49,7 +49,7 @@ def _gone(command: Command, flag: Flag, version: Version, seen: tuple[str, ...],
         severity=Severity.ERROR,
         what=f"{title} {version} does not read {flag.written}, and refuses to start with a flag that it does not know",
         why=f"releases that were looked at and read it: {', '.join(seen)}",
-        change=() if instead is None else (instead,),
+        change=() if instead is None else (f"leave {flag.written} out",) if instead == "nothing" else (instead,),
     )
 
 
