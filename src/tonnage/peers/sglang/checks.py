@@ -1,0 +1,164 @@
+"""SGLang's own checks at start-up, and the one that it does not make: whether the rest is enough for what comes after.
+
+Every remedy was tried by predicting again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from tonnage.peers.asked_settings import decimal_up
+from tonnage.peers.launch import Value
+from tonnage.peers.sglang import after, rules
+from tonnage.peers.span import Span
+from tonnage.peers.start import Check, Rule
+from tonnage.units import ceil_div, format_bytes
+
+if TYPE_CHECKING:
+    from tonnage.peers.sglang.pools import Pools
+    from tonnage.peers.sglang.start import Found
+
+#: Steps of mem_fraction_static that are tried downwards.
+_STEP = Fraction(1, 100)
+
+
+def of(found: Found) -> tuple[Check, ...]:
+    """In the order of the engine."""
+    made = [_agree(found)] if found.launch.rank.size > 1 else []
+    made.append(_positive(found))
+    if found.kept.state:
+        made.append(_slots(found))
+    if found.kept.window is not None and found.kept.rule is rules.WINDOWS:
+        made.append(_window(found))
+    return (*made, _rest(found))
+
+
+def _check(
+    name: str, passes: bool | None, rule: Rule, *, need: str, have: str, says: str, remedy: str = ""
+) -> Check:
+    return Check(
+        name=name, passes=passes, need=need, have=have, says=says, rule=rule, remedy="" if passes is True else remedy
+    )
+
+
+def _verdict(best: bool, least: bool, most: bool) -> bool | None:
+    """Sure where all points agree; else it depends."""
+    return best if best == least == most else None
+
+
+def _agree(found: Found) -> Check:
+    free = format_bytes(found.before)
+    return _check(
+        "ranks agree", True, rules.RANKS_AGREE, need="90 % of the largest on every rank", have=f"{free} on each",
+        says="All ranks have the same card here, with nothing else on it.",
+    )  # fmt: skip
+
+
+def _positive(found: Found) -> Check:
+    """The check that prints the smallest fraction that would do."""
+    ends = (found.best, found.least, found.most)
+    passes = _verdict(*(each.rest > 0 and each.tokens > 0 for each in ends))
+    least = 1 - Fraction(found.before - found.launch.weights.bytes, found.before) if found.before else Fraction(1)
+    shown = decimal_up(least.numerator, least.denominator)
+    is_smaller = found.before > found.launch.weights.bytes
+    says = (
+        f"What is free after loading, less (1 - {float(found.static.best):.3f}) of what was free before, must be above "
+        f"0; the message names {shown} as the smallest mem_fraction_static."
+    )
+    remedy = _higher(found) if is_smaller else "use more tensor-parallel ranks, or a larger card"
+    return _check(
+        "pool above zero", passes, rules.STATIC, need=f"mem_fraction_static above {shown}",
+        have=f"{float(found.static.best):.3f}", says=says, remedy=remedy,
+    )  # fmt: skip
+
+
+def _higher(found: Found) -> str:
+    """A fraction with which the pool holds one sequence, or else the largest that helps."""
+    from tonnage.peers.sglang.start import gather
+
+    best = ""
+    for percent in range(int(found.static.best * 100) + 1, 100):
+        tried = gather(_with(found, {"mem_fraction_static": Fraction(percent, 100)}))
+        if tried.least.rest > 0 and tried.least.tokens >= min(found.shapes.context_tokens, 4096):
+            return f"--mem-fraction-static 0.{percent:02d}"
+        best = f"--mem-fraction-static 0.{percent:02d}" if tried.best.tokens > 0 else best
+    return best or "use more tensor-parallel ranks, or a larger card"
+
+
+def _slots(found: Found) -> Check:
+    """Every running request needs its state slots."""
+    each = found.shapes.slots_each
+    ends = (found.best, found.least, found.most)
+    asked = found.shapes.max_requests
+    have = found.best.slots // each
+    passes = _verdict(*(pools.slots // each >= 1 for pools in ends))
+    says = f"A request takes {each} slots of the state pool; no slot for one request stops the start."
+    if passes and asked is not None and have < asked:
+        says += f" max_running_requests is lowered from {asked:,} to {have:,}."
+    return _check(
+        "state slots", passes, rules.STATES, need=f"{each} slots", have=f"{found.best.slots:,} slots", says=says,
+        remedy=_higher(found),
+    )  # fmt: skip
+
+
+def _window(found: Found) -> Check:
+    window, page = found.kept.window or 0, found.shapes.page_tokens
+    ends = (found.best, found.least, found.most)
+    need = window + page + 1
+    return _check(
+        "window pool", _verdict(*(pools.window_tokens >= need for pools in ends)), rules.WINDOWS,
+        need=f"{need:,} tokens", have=f"{found.best.window_tokens:,} tokens",
+        says="The window pool must hold one request: its window and a page.",
+        remedy="--swa-full-tokens-ratio 1.0, or a larger --mem-fraction-static",
+    )  # fmt: skip
+
+
+def needs_after(found: Found) -> Span:
+    """What lives off the rest."""
+    table = Span.exact(after.request_table(found.best, found.shapes))
+    return table + found.graphs + found.prefill + Span.of(found.activations)
+
+
+def rest_of(found: Found) -> int:
+    """Free once the pools are allocated."""
+    return found.before - found.launch.weights.bytes - found.best.all_bytes
+
+
+def _rest(found: Found) -> Check:
+    """Not SGLang's: what dies after the pool."""
+    have, need = rest_of(found), needs_after(found)
+    passes = True if have >= need.high else False if have < need.low else None
+    graphs = found.graphs.best + found.prefill.best
+    says = (
+        f"Nothing checks this: {format_bytes(graphs)} of graphs, {format_bytes(found.activations.bytes)} of "
+        f"activations and {format_bytes(found.table.best)} of request table come after the pools. Where the rest is "
+        "too small, capture or the first long prompt runs out of memory."
+    )
+    return _check(
+        "rest holds graphs and activations", passes, rules.ACTIVATIONS,
+        need=f"{format_bytes(need.best)} ({format_bytes(need.low)} to {format_bytes(need.high)})",
+        have=format_bytes(max(have, 0)), says=says, remedy="" if passes else _lower(found, need),
+    )  # fmt: skip
+
+
+def _lower(found: Found, need: Span) -> str:
+    """The largest fraction, in hundredths, whose rest holds the most that may be needed; else the best that it needs."""
+    from tonnage.peers.sglang.start import gather
+
+    first = ceil_div(int(found.static.best * 1000), 10) - 1
+    for wanted in (need.high, need.best):
+        for percent in range(first, 5, -1):
+            tried = gather(_with(found, {"mem_fraction_static": Fraction(percent, 100)}))
+            if tried.best.tokens <= 0:
+                break
+            if rest_of(tried) >= wanted:
+                return f"--mem-fraction-static 0.{percent:02d}"
+    return "a smaller --chunked-prefill-size and --cuda-graph-max-bs, or more tensor-parallel ranks"
+
+
+def _with(found: Found, settings: Mapping[str, Value]) -> object:
+    launch = found.launch
+    return replace(launch, settings={**launch.settings, **settings})
