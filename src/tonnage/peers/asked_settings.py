@@ -76,7 +76,9 @@ class Settings:
 
 def _whole(name: str, value: Value, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidSetting(name, str(value), f"not a whole number of at least {least}", remedy=f"write {least} or more")
+        raise InvalidSetting(
+            name, str(value), f"not a whole number of at least {least}", remedy=f"write {least} or more"
+        )
     return value
 
 

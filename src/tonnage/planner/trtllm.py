@@ -6,6 +6,8 @@ them (claims, predicted peaks, limits) is made in this room.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.config import Knobs
 from tonnage.errors import DoesNotFit
 from tonnage.peers.asked_settings import Settings
@@ -29,8 +31,24 @@ def predict(launch: Launch) -> Start:
     try:
         plan = answer(question)
     except DoesNotFit as error:
-        return from_plan.refused(launch, error, settings, outside=outside(launch))
+        return from_plan.refused(launch, error, settings, outside=outside(launch), remedy=_remedy(launch))
     return from_plan.start_of(launch, plan, settings)
+
+
+#: Sequences and tokens of a step that are tried where the defaults, or what was asked, leave no pool.
+_SMALLER = ((256, 8192), (64, 2048), (16, 512))
+
+
+def _remedy(launch: Launch) -> str:
+    """The largest step that was tried and leaves a pool; else that no step does."""
+    for rows, tokens in _SMALLER:
+        tried = replace(launch, settings={**launch.settings, "max_batch_size": rows, "max_num_tokens": tokens})
+        try:
+            answer(question_of(tried, Settings(tried)))
+        except DoesNotFit:
+            continue
+        return f"--max_batch_size {rows} --max_num_tokens {tokens}"
+    return "more tensor-parallel ranks, weights of fewer bits, or a larger card"
 
 
 def question_of(launch: Launch, settings: Settings) -> Question:
@@ -51,4 +69,3 @@ def question_of(launch: Launch, settings: Settings) -> Question:
         reference=reference,
         draft=launch.draft,
     )
-

@@ -15,8 +15,8 @@ OUTSIDE = Rule(
 )
 WEIGHTS = Rule(
     name="weights",
-    says="The file's tensors without the input embeddings, which stay on the host; where embeddings are tied the device "
-    "keeps a copy for the output.",
+    says="The file's tensors without the input embeddings, which stay on the host; where embeddings are tied the "
+    "device keeps a copy for the output.",
     source="source of the model loader; no start-up log",
 )
 CACHE = Rule(

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from tonnage.costs.layers import Attention, Latent, Layer, Mixer, Recurrent
 from tonnage.costs.price import weights_price
-from tonnage.costs.ranks import rank_kv_heads, rank_shape
+from tonnage.costs.ranks import rank_shape
 from tonnage.costs.states import state_shape
 from tonnage.costs.tensors import Component
 from tonnage.errors import InvalidSetting

@@ -13,7 +13,7 @@ from tonnage.peers.llamacpp.sizes import Model, model_of
 from tonnage.peers.outside import OUTSIDE_BYTES
 from tonnage.peers.partition import fitted
 from tonnage.peers.span import Span
-from tonnage.peers.start import Check, Start, Term
+from tonnage.peers.start import Check, Rule, Start, Term
 from tonnage.terms import Quantity, Source
 from tonnage.units import MiB, format_bytes
 
@@ -59,7 +59,7 @@ def predict(launch: Launch) -> Start:
 
 
 def _terms(model: Model, best: Fitted, ends: tuple[Fitted, ...]) -> list[Term]:
-    def term(name: str, rule: rules.Rule, span: Span) -> Term:
+    def term(name: str, rule: Rule, span: Span) -> Term:
         return Term(name=name, bytes=span.quantity(Source.PREDICTED, rule.source), rule=rule)
 
     def around(name: str) -> Span:
@@ -77,9 +77,7 @@ def _terms(model: Model, best: Fitted, ends: tuple[Fitted, ...]) -> list[Term]:
     return [*made, left]
 
 
-def _checks(
-    launch: Launch, model: Model, asked: Wanted, best: Fitted, ends: tuple[Fitted, ...]
-) -> tuple[Check, ...]:
+def _checks(launch: Launch, model: Model, asked: Wanted, best: Fitted, ends: tuple[Fitted, ...]) -> tuple[Check, ...]:
     card = launch.card.total
     frees = (card.bytes - CONTEXT_BYTES.best, card.low - CONTEXT_BYTES.high, card.high - CONTEXT_BYTES.low)
     least = asked.margin_bytes if asked.is_on else 0
@@ -125,7 +123,7 @@ def _notes(launch: Launch, model: Model, best: Fitted) -> tuple[str, ...]:
     if launch.config.towers:
         notes.append("The projector of pictures is a file of its own and not counted, as in --fit before mid-2026.")
     if launch.rank.pp > 1:
-        notes.append("One device of several, each fitted alone: --fit balances them with half a layer to spare on each.")
+        notes.append("One device of several, fitted alone: --fit balances them, with half a layer to spare on each.")
     return tuple(notes)
 
 

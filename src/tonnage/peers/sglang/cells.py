@@ -73,9 +73,7 @@ def cells(launch: Launch, settings: Settings) -> Cells:
     target = full if window is not None else full + near
     token = full + ratio * near + _draft(launch, settings, target)
     conv, one = _conv(launch)
-    return Cells(
-        token=token, state=state, conv=conv, conv_input=one, window=window, ratio=ratio, rule=rule
-    )
+    return Cells(token=token, state=state, conv=conv, conv_input=one, window=window, ratio=ratio, rule=rule)
 
 
 def is_hybrid(launch: Launch) -> bool:

@@ -5,20 +5,19 @@ Every remedy was tried by predicting again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from tonnage.peers.asked_settings import decimal_up
-from tonnage.peers.launch import Value
+from tonnage.peers.launch import Launch, Value
 from tonnage.peers.sglang import after, rules
 from tonnage.peers.span import Span
 from tonnage.peers.start import Check, Rule
 from tonnage.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
-    from tonnage.peers.sglang.pools import Pools
     from tonnage.peers.sglang.start import Found
 
 #: Steps of mem_fraction_static that are tried downwards.
@@ -28,49 +27,58 @@ _STEP = Fraction(1, 100)
 def of(found: Found) -> tuple[Check, ...]:
     """In the order of the engine."""
     made = [_agree(found)] if found.launch.rank.size > 1 else []
+    if found.launch.weights.low >= found.before:
+        return (*made, _loads(found))
     made.append(_positive(found))
     if found.kept.state:
         made.append(_slots(found))
     if found.kept.window is not None and found.kept.rule is rules.WINDOWS:
         made.append(_window(found))
-    return (*made, _rest(found))
+    return tuple(made) if made[0].passes is False or found.best.tokens <= 0 else (*made, _rest(found))
 
 
-def _check(
-    name: str, passes: bool | None, rule: Rule, *, need: str, have: str, says: str, remedy: str = ""
-) -> Check:
-    return Check(
-        name=name, passes=passes, need=need, have=have, says=says, rule=rule, remedy="" if passes is True else remedy
-    )
+def _check(name: str, *, passes: bool | None, rule: Rule, need: str, have: str, says: str, remedy: str = "") -> Check:
+    told = "" if passes is True else remedy
+    return Check(name=name, passes=passes, need=need, have=have, says=says, rule=rule, remedy=told)
 
 
-def _verdict(best: bool, least: bool, most: bool) -> bool | None:
+def _verdict(points: Iterable[bool]) -> bool | None:
     """Sure where all points agree; else it depends."""
-    return best if best == least == most else None
+    found = set(points)
+    return found.pop() if len(found) == 1 else None
 
 
 def _agree(found: Found) -> Check:
     free = format_bytes(found.before)
     return _check(
-        "ranks agree", True, rules.RANKS_AGREE, need="90 % of the largest on every rank", have=f"{free} on each",
+        "ranks agree", passes=True, rule=rules.RANKS_AGREE, need="90 % of the largest on every rank",
+        have=f"{free} on each",
         says="All ranks have the same card here, with nothing else on it.",
+    )  # fmt: skip
+
+
+def _loads(found: Found) -> Check:
+    """Weights that are larger than what is free end the start while they load."""
+    return _check(
+        "weights load", passes=False, rule=rules.WEIGHTS, need=format_bytes(found.launch.weights.bytes),
+        have=f"{format_bytes(found.before)} free", says="The weights of this rank are more than the card has free.",
+        remedy="more tensor-parallel ranks, weights of fewer bits, or a larger card",
     )  # fmt: skip
 
 
 def _positive(found: Found) -> Check:
     """The check that prints the smallest fraction that would do."""
     ends = (found.best, found.least, found.most)
-    passes = _verdict(*(each.rest > 0 and each.tokens > 0 for each in ends))
+    passes = _verdict(each.rest > 0 and each.tokens > 0 for each in ends)
     least = 1 - Fraction(found.before - found.launch.weights.bytes, found.before) if found.before else Fraction(1)
     shown = decimal_up(least.numerator, least.denominator)
-    is_smaller = found.before > found.launch.weights.bytes
     says = (
         f"What is free after loading, less (1 - {float(found.static.best):.3f}) of what was free before, must be above "
         f"0; the message names {shown} as the smallest mem_fraction_static."
     )
-    remedy = _higher(found) if is_smaller else "use more tensor-parallel ranks, or a larger card"
+    remedy = "" if passes else _higher(found)
     return _check(
-        "pool above zero", passes, rules.STATIC, need=f"mem_fraction_static above {shown}",
+        "pool above zero", passes=passes, rule=rules.STATIC, need=f"mem_fraction_static above {shown}",
         have=f"{float(found.static.best):.3f}", says=says, remedy=remedy,
     )  # fmt: skip
 
@@ -85,7 +93,7 @@ def _higher(found: Found) -> str:
         if tried.least.rest > 0 and tried.least.tokens >= min(found.shapes.context_tokens, 4096):
             return f"--mem-fraction-static 0.{percent:02d}"
         best = f"--mem-fraction-static 0.{percent:02d}" if tried.best.tokens > 0 else best
-    return best or "use more tensor-parallel ranks, or a larger card"
+    return best or "more tensor-parallel ranks, or a larger card"
 
 
 def _slots(found: Found) -> Check:
@@ -94,13 +102,13 @@ def _slots(found: Found) -> Check:
     ends = (found.best, found.least, found.most)
     asked = found.shapes.max_requests
     have = found.best.slots // each
-    passes = _verdict(*(pools.slots // each >= 1 for pools in ends))
+    passes = _verdict(pools.slots // each >= 1 for pools in ends)
     says = f"A request takes {each} slots of the state pool; no slot for one request stops the start."
     if passes and asked is not None and have < asked:
         says += f" max_running_requests is lowered from {asked:,} to {have:,}."
     return _check(
-        "state slots", passes, rules.STATES, need=f"{each} slots", have=f"{found.best.slots:,} slots", says=says,
-        remedy=_higher(found),
+        "state slots", passes=passes, rule=rules.STATES, need=f"{each} slots", have=f"{found.best.slots:,} slots",
+        says=says, remedy="" if passes else _higher(found),
     )  # fmt: skip
 
 
@@ -109,7 +117,7 @@ def _window(found: Found) -> Check:
     ends = (found.best, found.least, found.most)
     need = window + page + 1
     return _check(
-        "window pool", _verdict(*(pools.window_tokens >= need for pools in ends)), rules.WINDOWS,
+        "window pool", passes=_verdict(pools.window_tokens >= need for pools in ends), rule=rules.WINDOWS,
         need=f"{need:,} tokens", have=f"{found.best.window_tokens:,} tokens",
         says="The window pool must hold one request: its window and a page.",
         remedy="--swa-full-tokens-ratio 1.0, or a larger --mem-fraction-static",
@@ -138,14 +146,14 @@ def _rest(found: Found) -> Check:
         "too small, capture or the first long prompt runs out of memory."
     )
     return _check(
-        "rest holds graphs and activations", passes, rules.ACTIVATIONS,
+        "rest holds graphs and activations", passes=passes, rule=rules.ACTIVATIONS,
         need=f"{format_bytes(need.best)} ({format_bytes(need.low)} to {format_bytes(need.high)})",
         have=format_bytes(max(have, 0)), says=says, remedy="" if passes else _lower(found, need),
     )  # fmt: skip
 
 
 def _lower(found: Found, need: Span) -> str:
-    """The largest fraction, in hundredths, whose rest holds the most that may be needed; else the best that it needs."""
+    """The largest fraction, in hundredths, whose rest holds the most that may be needed; else what it likely needs."""
     from tonnage.peers.sglang.start import gather
 
     first = ceil_div(int(found.static.best * 1000), 10) - 1
@@ -159,6 +167,6 @@ def _lower(found: Found, need: Span) -> str:
     return "a smaller --chunked-prefill-size and --cuda-graph-max-bs, or more tensor-parallel ranks"
 
 
-def _with(found: Found, settings: Mapping[str, Value]) -> object:
+def _with(found: Found, settings: Mapping[str, Value]) -> Launch:
     launch = found.launch
     return replace(launch, settings={**launch.settings, **settings})

@@ -16,7 +16,7 @@ from tonnage.units import MiB
 
 #: From the first to the last: several may hold for one release, where its first day is not known.
 ERAS = (rules.BY_RANKS, rules.BY_CARD, rules.BY_CHUNK, rules.BY_GRAPHS)
-#: MiB that a driver's tool shows beyond what an engine can have: 449 to 625 on five cards. SGLang's table reads the tool.
+#: MiB that a driver's tool shows beyond what an engine can have: 449 to 625 on five cards. SGLang reads the tool.
 HIDDEN_MIB = 500
 _GIB = 1024  # in MiB
 
@@ -197,6 +197,6 @@ def decode_graph_sizes(settings: Settings, largest: int) -> tuple[int, ...]:
 def _note_shapes(settings: Settings, made: Static) -> None:
     if not settings.has("chunked_prefill_size"):
         settings.took("chunked_prefill_size", None, f"{made.chunk_tokens:,}", "by the size of the card")
-    if not settings.has("cuda_graph_bs") and not settings.has("cuda_graph_max_bs"):
-        if not settings.switch("disable_cuda_graph"):
-            settings.took("cuda_graph_max_bs", None, f"{made.graph_max_bs:,}", "by the size of the card and the ranks")
+    is_asked = settings.has("cuda_graph_bs") or settings.has("cuda_graph_max_bs")
+    if not is_asked and not settings.switch("disable_cuda_graph"):
+        settings.took("cuda_graph_max_bs", None, f"{made.graph_max_bs:,}", "by the size of the card and the ranks")

@@ -109,8 +109,8 @@ WINDOWS = Rule(
 )
 COMPRESSED = Rule(
     name="compressed pool",
-    says="A token of DeepSeek V4 is ratio x layers x 584 + layers/4 x (584 + 132) + layers/128 x 584 + ratio x ring/128 "
-    "x layers x 10,240, up to the middle of 2026 with the state of 128 tokens for each token too.",
+    says="A token of DeepSeek V4 is ratio x layers x 584 + layers by 4 / 4 x (584 + 132) + layers by 128 / 128 x 584 + "
+    "ratio x ring / 128 x layers by 4 x 10,240; up to the middle of 2026 each token had a state of 128 tokens too.",
     records=("sg-dsv4-h20",),
     source=READ,
 )

@@ -20,7 +20,7 @@ from tonnage.peers.sglang.fraction import (
 )
 from tonnage.peers.sglang.pools import Pools, Shapes, pools, shapes
 from tonnage.peers.span import Span
-from tonnage.peers.start import Start, Term
+from tonnage.peers.start import Rule, Start, Term
 from tonnage.terms import Quantity, Source
 
 
@@ -75,7 +75,16 @@ def predict(launch: Launch) -> Start:
         defaults=tuple(found.settings.defaults) + _requests_default(found, best),
         checks=checks.of(found),
         notes=_notes(found),
+        rules=_rules(found),
     )  # fmt: skip
+
+
+def _rules(found: Found) -> tuple[Rule, ...]:
+    """Of the fraction where it was guessed, of a token, and of how many requests may run."""
+    made = [] if found.static.is_asked else [found.static.rule]
+    if not found.static.is_asked and is_multimodal(found.launch):
+        made.append(rules.ENCODER)
+    return (*made, found.kept.rule, rules.CONCURRENCY)
 
 
 def gather(launch: Launch) -> Found:
@@ -111,10 +120,8 @@ def gather(launch: Launch) -> Found:
 def _terms(found: Found) -> list[Term]:
     kept = found.kept
 
-    def term(name: str, span: Span, rule: rules.Rule, *, is_budgeted: bool = True) -> Term:
-        return Term(
-            name=name, bytes=span.quantity(Source.PREDICTED, rule.source), rule=rule, is_budgeted=is_budgeted
-        )
+    def term(name: str, span: Span, rule: Rule, *, is_budgeted: bool = True) -> Term:
+        return Term(name=name, bytes=span.quantity(Source.PREDICTED, rule.source), rule=rule, is_budgeted=is_budgeted)
 
     terms = [
         term("context", found.outside, rules.OUTSIDE, is_budgeted=False),
@@ -127,7 +134,7 @@ def _terms(found: Found) -> list[Term]:
         if found.shapes.num_drafts:
             terms.append(term("verification states", found.span("verify_bytes"), rules.VERIFY))
     terms += [
-        term("token pool", found.span("token_bytes"), kept.rule),
+        term("token pool", found.span("token_bytes"), rules.STATIC),
         term("request table", found.table, rules.REQUESTS, is_budgeted=False),
         term("graphs", found.graphs, rules.GRAPHS, is_budgeted=False),
     ]

@@ -16,7 +16,7 @@ from tonnage.peers.start import Check, Count, Start, Term
 from tonnage.peers.trtllm import rules
 from tonnage.peers.trtllm.knobs import MAX_BATCH_SIZE, MAX_NUM_TOKENS
 from tonnage.terms import Quantity, Source
-from tonnage.units import MiB, ceil_div, format_bytes
+from tonnage.units import MiB, ceil_div
 
 #: Buffers of the decoder beside the execution context, in the one log that tells, with what an order either way is.
 DECODER_BYTES = Span(180 * MiB, 60 * MiB, 500 * MiB)
@@ -30,9 +30,8 @@ def predict(launch: Launch) -> Start:
     length = settings.whole("max_seq_len", launch.config.max_position_embeddings, "the model's own length")
     rate = bytes_per_token(kv_layout(launch.config, kv_dtype=launch.kv_dtype, rank=launch.rank))
     gone, context = outside(launch), _context(launch, settings)
-    free = launch.card.total.bytes - gone.best - launch.weights.bytes - context.best
     free = Span.around(
-        max(free, 0),
+        max(launch.card.total.bytes - gone.best - launch.weights.bytes - context.best, 0),
         max(launch.card.total.low - gone.high - launch.weights.high - context.high, 0),
         max(launch.card.total.high - gone.low - launch.weights.low - context.low, 0),
     )
@@ -64,9 +63,7 @@ def _context(launch: Launch, settings: Settings) -> Span:
     tokens = settings.whole("max_num_tokens", MAX_NUM_TOKENS, "tokens of a step")
     rows = settings.whole("max_batch_size", MAX_BATCH_SIZE, "sequences of a step")
     dtype = launch.dtype or launch.config.dtype
-    peak = forward_peak(
-        launch.config, num_tokens=tokens, logits_rows=min(rows, tokens), dtype=dtype, rank=launch.rank
-    )
+    peak = forward_peak(launch.config, num_tokens=tokens, logits_rows=min(rows, tokens), dtype=dtype, rank=launch.rank)
     return Span(peak.bytes, peak.low // 2, peak.high) + DECODER_BYTES
 
 
@@ -76,9 +73,7 @@ def _terms(launch: Launch, gone: Span, context: Span, pool: Span) -> list[Term]:
         Term(name="weights", bytes=launch.weights, rule=rules.ENGINE_WEIGHTS),
         Term(name="execution context", bytes=context.quantity(Source.PREDICTED, ""), rule=rules.ENGINE_CONTEXT),
         Term(name="token pool", bytes=pool.quantity(Source.PREDICTED, ""), rule=rules.ENGINE_POOL),
-        Term(
-            name="left free", bytes=Quantity.exact(0, Source.DERIVED, ""), rule=rules.ENGINE_LEFT, is_budgeted=False
-        ),
+        Term(name="left free", bytes=Quantity.exact(0, Source.DERIVED, ""), rule=rules.ENGINE_LEFT, is_budgeted=False),
     ]
 
 

@@ -44,17 +44,17 @@ def start_of(launch: Launch, plan: MemoryPlan, settings: Settings) -> Start:
     )
 
 
-def refused(launch: Launch, error: DoesNotFit, settings: Settings, *, outside: Span) -> Start:
+def refused(launch: Launch, error: DoesNotFit, settings: Settings, *, outside: Span, remedy: str) -> Start:
     """The start that has no pool: what loads, and the check that fails. Its engine would go on and fail later."""
     terms = [
         Term(name="context", bytes=outside.quantity(Source.PREDICTED, ""), rule=rules.CONTEXT),
-        Term(name="weights", bytes=launch.weights, rule=rules.ENGINE_WEIGHTS),
+        Term(name="weights", bytes=launch.weights, rule=rules.WEIGHTS),
         Term(name="slack", bytes=Quantity.exact(0, Source.DERIVED, ""), rule=rules.SLACK, is_budgeted=False),
     ]
+    told = error.what[:1].upper() + error.what[1:]
     check = Check(
         name="pool holds one sequence", passes=False, need=error.need or format_bytes(error.need_bytes),
-        have=error.have or format_bytes(error.have_bytes), says=f"{error.what}.", rule=rules.ONE_SEQUENCE,
-        remedy="a smaller --max_num_tokens or --max_batch_size, more tensor-parallel ranks, or a larger card",
+        have=error.have or format_bytes(error.have_bytes), says=f"{told}.", rule=rules.ONE_SEQUENCE, remedy=remedy,
     )  # fmt: skip
     nothing = Count.exact(0)
     return Start(
@@ -67,9 +67,7 @@ def refused(launch: Launch, error: DoesNotFit, settings: Settings, *, outside: S
 
 def _term(line: Line) -> Term:
     quantity = Quantity(bytes=line.bytes, low=line.low, high=line.high, source=line.source, ref=line.ref)
-    return Term(
-        name=line.name, bytes=quantity, rule=rules.of_line(line), is_budgeted=line.kind not in _OUTSIDE
-    )
+    return Term(name=line.name, bytes=quantity, rule=rules.of_line(line), is_budgeted=line.kind not in _OUTSIDE)
 
 
 def _pool(plan: MemoryPlan) -> Span:
@@ -106,7 +104,7 @@ def _slack(plan: MemoryPlan) -> Check:
     need = plan.bytes_of(LineKind.SLACK) + sum(max(line.high - line.bytes, 0) for line in short)
     told = ", ".join(line.name for line in short) or "all that is claimed beside the pool"
     return Check(
-        name="slack holds the rest", passes=False if short else True,
+        name="slack holds the rest", passes=not short,
         need=f"{format_bytes(need)}" if short else "what is claimed beside the pool",
         have=format_bytes(plan.bytes_of(LineKind.SLACK)), rule=rules.SLACK,
         says=f"Nothing checks this: {told} " + ("needs more than the slack has." if short else "fits into the slack."),

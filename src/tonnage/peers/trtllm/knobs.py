@@ -43,20 +43,22 @@ def limit_knobs(launch: Launch, settings: Settings) -> LimitKnobs:
     """Shapes as asked, and this engine's own defaults for what was left out; ``max_seq_len`` stays open."""
     length = settings.maybe("max_seq_len")
     drafts = settings.maybe("max_draft_len", least=0)
-    found = {
-        "max_batch_size": settings.whole("max_batch_size", MAX_BATCH_SIZE, "sequences of a step"),
-        "max_num_tokens": settings.whole("max_num_tokens", MAX_NUM_TOKENS, "tokens of a step"),
-        "max_seq_len": length,
-        "max_draft_tokens": drafts,
-    }
+    rows = settings.whole("max_batch_size", MAX_BATCH_SIZE, "sequences of a step")
+    tokens = settings.whole("max_num_tokens", MAX_NUM_TOKENS, "tokens of a step")
     if length is None:
         settings.took("max_seq_len", None, f"{launch.config.max_position_embeddings:,}", "the model's own length")
-    return LimitKnobs(**{name: _setting(value) for name, value in found.items() if value is not None})
+    return LimitKnobs(
+        max_batch_size=_setting(rows),
+        max_num_tokens=_setting(tokens),
+        max_seq_len=_setting(length),
+        max_draft_tokens=_setting(drafts),
+    )
 
 
 def graphs_knob(settings: Settings, *, max_batch_size: int) -> Setting[str]:
     """The list of decode batches, cut at the largest step."""
-    if str(settings.launch.get("cuda_graph_config")).lower() in ("null", "none_", "false"):
+    config = settings.launch.get("cuda_graph_config")
+    if config is not None and str(config).lower() in ("null", "none", "~"):
         return Setting("none", "none", Origin.PEER, "cuda_graph_config")
     sizes = settings.sizes("batch_sizes") or GRAPH_SIZES
     if not settings.has("batch_sizes"):
@@ -65,5 +67,5 @@ def graphs_knob(settings: Settings, *, max_batch_size: int) -> Setting[str]:
     return Setting(text, text, Origin.PEER, "batch_sizes")
 
 
-def _setting(value: int) -> Setting[int]:
-    return Setting(value, str(value), Origin.PEER, "trtllm")
+def _setting(value: int | None) -> Setting[int]:
+    return Setting() if value is None else Setting(value, str(value), Origin.PEER, "trtllm")

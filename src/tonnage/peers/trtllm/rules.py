@@ -21,6 +21,7 @@ ENGINE_POOL = Rule(
 ENGINE_WEIGHTS = Rule(
     name="weights", says="The engine's own size.", before=PYTORCH, records=("trtllm-1400",), source="start-up logs"
 )
+WEIGHTS = Rule(name="weights", says="Part of the measured peak.", since=PYTORCH, source=READ)
 ENGINE_CONTEXT = Rule(
     name="execution context",
     says="Activations for max_num_tokens, known when the engine was built: 91 MiB and 262 MiB for two lengths of one "
