@@ -156,5 +156,7 @@ def _compressed(launch: Launch, settings: Settings) -> Cells:
     token += ratio * Fraction(ring, _WINDOW) * by4 * _STATE4
     if launch.version.is_surely(before=(0, 5, 20)):
         token += ratio * by128 * _STATE128
+    if ring > 8:  # a draft's layer is charged as one of the target's
+        token = token * (count + 1) / count
     return Cells(token=token, state=0, window=launch.config.sliding_window, ratio=ratio,
                  rule=rules.COMPRESSED)  # fmt: skip

@@ -5,19 +5,19 @@ Every remedy was tried by predicting again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from tonnage.peers.asked_settings import decimal_up
-from tonnage.peers.launch import Launch, Value
 from tonnage.peers.sglang import after, rules
 from tonnage.peers.span import Span
 from tonnage.peers.start import Check, Rule
 from tonnage.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
+    from tonnage.peers.sglang.pools import Pools
     from tonnage.peers.sglang.start import Found
 
 #: Steps of mem_fraction_static that are tried downwards.
@@ -84,15 +84,13 @@ def _positive(found: Found) -> Check:
 
 
 def _higher(found: Found) -> str:
-    """A fraction with which the pool holds one sequence, or else the largest that helps."""
-    from tonnage.peers.sglang.start import gather
-
+    """A fraction with which the pool holds a sequence, or else the largest with any pool."""
     best = ""
     for percent in range(int(found.static.best * 100) + 1, 100):
-        tried = gather(_with(found, {"mem_fraction_static": Fraction(percent, 100)}))
-        if tried.least.rest > 0 and tried.least.tokens >= min(found.shapes.context_tokens, 4096):
+        least = found.at(Fraction(percent, 100), "least")
+        if least.rest > 0 and least.tokens >= min(found.shapes.context_tokens, 4096):
             return f"--mem-fraction-static 0.{percent:02d}"
-        best = f"--mem-fraction-static 0.{percent:02d}" if tried.best.tokens > 0 else best
+        best = f"--mem-fraction-static 0.{percent:02d}" if found.at(Fraction(percent, 100)).tokens > 0 else best
     return best or "more tensor-parallel ranks, or a larger card"
 
 
@@ -130,14 +128,14 @@ def needs_after(found: Found) -> Span:
     return table + found.graphs + found.prefill + Span.of(found.activations)
 
 
-def rest_of(found: Found) -> int:
-    """Free once the pools are allocated."""
-    return found.before - found.launch.weights.bytes - found.best.all_bytes
+def rest_of(found: Found, made: Pools) -> int:
+    """Free once those pools are allocated."""
+    return found.before - found.launch.weights.bytes - made.all_bytes
 
 
 def _rest(found: Found) -> Check:
     """Not SGLang's: what dies after the pool."""
-    have, need = rest_of(found), needs_after(found)
+    have, need = rest_of(found, found.best), needs_after(found)
     passes = True if have >= need.high else False if have < need.low else None
     graphs = found.graphs.best + found.prefill.best
     says = (
@@ -154,19 +152,29 @@ def _rest(found: Found) -> Check:
 
 def _lower(found: Found, need: Span) -> str:
     """The largest fraction, in hundredths, whose rest holds the most that may be needed; else what it likely needs."""
-    from tonnage.peers.sglang.start import gather
-
     first = ceil_div(int(found.static.best * 1000), 10) - 1
     for wanted in (need.high, need.best):
         for percent in range(first, 5, -1):
-            tried = gather(_with(found, {"mem_fraction_static": Fraction(percent, 100)}))
-            if tried.best.tokens <= 0:
+            tried = found.at(Fraction(percent, 100))
+            if tried.tokens <= 0:
                 break
-            if rest_of(tried) >= wanted:
+            if rest_of(found, tried) >= wanted:
                 return f"--mem-fraction-static 0.{percent:02d}"
-    return "a smaller --chunked-prefill-size and --cuda-graph-max-bs, or more tensor-parallel ranks"
+    return _smaller(found)
 
 
-def _with(found: Found, settings: Mapping[str, Value]) -> Launch:
+#: What is tried where no fraction is enough.
+_SMALL = {"max_running_requests": 64, "chunked_prefill_size": 2048, "cuda_graph_max_bs": 8}
+
+
+def _smaller(found: Found) -> str:
+    """Fewer requests, shorter chunks and smaller graphs, where they are enough with the fraction as it is."""
+    from tonnage.peers.sglang.start import gather
+
     launch = found.launch
-    return replace(launch, settings={**launch.settings, **settings})
+    kept = {"mem_fraction_static": found.static.best, **launch.settings}
+    settings = {name: value for name, value in kept.items() if name != "cuda_graph_bs"} | _SMALL
+    tried = gather(replace(launch, settings=settings))
+    if tried.best.tokens > 0 and rest_of(tried, tried.best) >= needs_after(tried).high:
+        return "--max-running-requests 64 --chunked-prefill-size 2048 --cuda-graph-max-bs 8"
+    return "more tensor-parallel ranks, weights of fewer bits, or a larger card"

@@ -136,7 +136,7 @@ def _requests(tokens: int, slots: int | None, made: Shapes) -> int:
     """How many requests may run at once."""
     estimated = min(max(tokens * SEQUENCES // made.context_tokens, LEAST_REQUESTS), MOST_REQUESTS)
     found = min(estimated if made.max_requests is None else made.max_requests, tokens // 2)
-    return found if slots is None else min(found, slots // made.slots_each)
+    return found if slots is None else max(min(found, slots // made.slots_each), 0)
 
 
 def _has_states(launch: Launch) -> bool:

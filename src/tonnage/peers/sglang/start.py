@@ -45,6 +45,13 @@ class Found:
         """A figure of the pools with its range."""
         return Span.around(*(getattr(each, name) for each in (self.best, self.least, self.most)))
 
+    def at(self, fraction: Fraction, end: str = "best") -> Pools:
+        """The pools with another ``mem_fraction_static``: at the best of all other inputs, or at their ``least``."""
+        total, weights, gone = self.launch.card.total, self.launch.weights, self.outside
+        if end == "least":
+            return _pools_at(self.kept, self.shapes, total.low - gone.high, weights.high, fraction)
+        return _pools_at(self.kept, self.shapes, total.bytes - gone.best, weights.bytes, fraction)
+
     @property
     def before(self) -> int:
         """Free before the weights load."""
@@ -96,9 +103,6 @@ def gather(launch: Launch) -> Found:
     outside = gone_before(launch)
     total, weights = launch.card.total, launch.weights
 
-    def at(card: int, gone: int, loaded: int, fraction: Fraction) -> Pools:
-        return pools(kept, made, before=max(card - gone, 0), weights=loaded, fraction=fraction)
-
     sizes = decode_graph_sizes(settings, static.graph_max_bs)
     rows = sizes[-1] if sizes else min(made.max_requests or static.graph_max_bs, static.graph_max_bs)
     return Found(
@@ -108,13 +112,17 @@ def gather(launch: Launch) -> Found:
         kept=kept,
         shapes=made,
         outside=outside,
-        best=at(total.bytes, outside.best, weights.bytes, static.best),
-        least=at(total.low, outside.high, weights.high, static.low),
-        most=at(total.high, outside.low, weights.low, static.high),
+        best=_pools_at(kept, made, total.bytes - outside.best, weights.bytes, static.best),
+        least=_pools_at(kept, made, total.low - outside.high, weights.high, static.low),
+        most=_pools_at(kept, made, total.high - outside.low, weights.low, static.high),
         graphs=after.graphs(sizes),
         prefill=after.prefill_graphs(static.num_prefill_graphs),
         activations=after.activations(launch, chunk_tokens=static.chunk_tokens, rows=rows),
     )
+
+
+def _pools_at(kept: Cells, made: Shapes, before: int, weights: int, fraction: Fraction) -> Pools:
+    return pools(kept, made, before=max(before, 0), weights=weights, fraction=fraction)
 
 
 def _terms(found: Found) -> list[Term]:
