@@ -112,7 +112,27 @@ def test_several_stand_beside_our_own_plan(tonnage: Program) -> None:
 def test_compare_alone_takes_all(tonnage: Program) -> None:
     made = json.loads(tonnage("plan", *H100, "--compare", "--json").out)
     assert [start["engine"] for start in made["starts"]] == [known.name for known in KNOWN]
-    assert len(made["notes"]) == len(KNOWN)
+    assert "vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.2, llama.cpp b9900" in made["notes"][0]
+    split = json.loads(tonnage("plan", *H100, "--compare", "--tp", "2", "--json").out)
+    assert [start["engine"] for start in split["starts"]] == ["vllm", "sglang", "trtllm"]
+    assert "whole layers" in split["notes"][0]
+
+
+def test_of_several_stages_the_smallest_is_told(tonnage: Program) -> None:
+    flags = ("--engine", "sglang", "--pp", "2", "--stage-layers", "20,12")
+    assert start_of(tonnage, *flags)["rank"]["index"] == 0
+    last = start_of(tonnage, *flags, "--stage", "1")
+    assert last["rank"]["index"] == 1
+    assert last["tokens"]["best"] > start_of(tonnage, *flags)["tokens"]["best"]
+
+
+def test_what_pushes_against_is_told_too(tonnage: Program) -> None:
+    out = tonnage("diff", *H100, "--engine", "vllm==0.19", "--engine", "sglang==0.4.6", "--max-seq-len", "4096").out
+    told = " ".join(out.split())
+    assert "because of how it is sized (-2." in told
+    up = tonnage("diff", *H100, "--engine", "vllm==0.21", "--engine", "sglang==0.4.6", "--max-seq-len", "4096").out
+    assert "because of graphs (+10 GiB: no longer deducted" in " ".join(up.split())
+    assert "; against it, how it is sized (-2." in " ".join(up.split())
 
 
 def test_a_comparison_outlives_our_own_refusal(tonnage: Program) -> None:
@@ -128,8 +148,8 @@ def test_an_upgrade_says_what_moves_and_why(tonnage: Program) -> None:
     ended = tonnage(*argv)
     assert ended.code == 0
     told = " ".join(ended.out.split())
-    assert "Going from vLLM 0.19 to vLLM 0.21 moves your pool by -18 % (56.3 -> 46.3 GiB), because graphs" in told
-    assert "deducted before the pool now: Graphs are deducted before the pool, since 0.21" in told
+    assert "Going from vLLM 0.19 to vLLM 0.21 moves your pool by -18 % (56.3 -> 46.3 GiB), because of graphs" in told
+    assert "(-10 GiB: deducted before the pool now: Graphs are deducted before the pool, since 0.21)" in told
     made = json.loads(tonnage(*argv, "--json").out)
     assert made["schema"] == "tonnage.engine-diff/1"
     sizes = [abs(term["delta_bytes"]) for term in made["terms"]]
@@ -141,7 +161,7 @@ def test_an_upgrade_says_what_moves_and_why(tonnage: Program) -> None:
 def test_a_default_that_moves_the_pool_is_the_reason(tonnage: Program) -> None:
     out = tonnage("diff", *H100, "--engine", "sglang==0.4.6", "--engine", "sglang==0.5.23").out
     told = " ".join(out.split())
-    assert "because mem_fraction_static is 0.830 where it was 0.880" in told
+    assert "because of mem_fraction_static, 0.830 where it was 0.880 (-3.92 GiB: leaves 512 MiB" in told
     same = tonnage("diff", *H100, "--engine", "sglang==0.5.22", "--engine", "sglang==0.5.23").out
     assert "leaves your pool as it is" in same
 

@@ -78,6 +78,7 @@ def _diff_engines(
     from tonnage.cli.engines import Place, read_engines, starts_of
     from tonnage.cli.plan import card_of, check_stages
     from tonnage.planner import checkpoint_of, find_config
+    from tonnage.planner.ranks import distinct_ranks
     from tonnage.report.peer_diff import diff_starts, show_start_diff, start_diff_text
 
     if second is not None or len(engines) != 2:
@@ -91,7 +92,7 @@ def _diff_engines(
     asked = read_engines(engines)
     place = Place(
         config=find_config(model), checkpoint=checkpoint_of(model), card=card_of(device, memory, verb="diff"),
-        rank=ranks.rank(), dtype=pool.weights_dtype(),
+        ranks=tuple(distinct_ranks(ranks.rank())), dtype=pool.weights_dtype(),
     )  # fmt: skip
     first, last = starts_of(asked, like.like or (), pool.knobs(), pool.limits(), place, is_compared=False)
     made = diff_starts(first, last, names=(asked[0].told, asked[1].told))

@@ -11,12 +11,13 @@ import typer
 from tonnage.errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tonnage.config import Knobs, LimitKnobs
     from tonnage.costs.checkpoint import Checkpoint
     from tonnage.costs.config import ModelConfig
     from tonnage.hardware import Card
+    from tonnage.peers.launch import Value
     from tonnage.peers.start import Start
     from tonnage.peers.which import Asked
     from tonnage.terms import MemoryPlan, Rank
@@ -40,12 +41,12 @@ Compare = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Model, device and rank that every engine is asked for."""
+    """Model, device and ranks that every engine is asked for: one rank of each pipeline stage, or the one asked."""
 
     config: ModelConfig
     checkpoint: Checkpoint | None
     card: Card
-    rank: Rank
+    ranks: tuple[Rank, ...]
     dtype: str | None
     draft: ModelConfig | None = None
 
@@ -61,6 +62,15 @@ def read_engines(texts: Sequence[str]) -> tuple[Asked, ...]:
     return asked
 
 
+def able(asked: Sequence[Asked], rank: Rank) -> tuple[tuple[Asked, ...], tuple[str, ...]]:
+    """Of all engines those that can be split so, with a sentence for each that is left out."""
+    kept = tuple(each for each in asked if rank.tp == 1 or each.name != "llamacpp")
+    out = [
+        f"{each.told} is left out: it gives whole layers to its devices (--pp)." for each in asked if each not in kept
+    ]
+    return kept, tuple(out)
+
+
 def starts_of(
     asked: Sequence[Asked],
     likes: Sequence[str],
@@ -70,10 +80,12 @@ def starts_of(
     *,
     is_compared: bool,
 ) -> tuple[Start, ...]:
-    """The predicted starts, in order. Raises ``UserError`` for what an engine would not read."""
+    """The predicted starts, in order: of the stage with the fewest tokens, which all others follow.
+
+    Raises ``UserError`` for what an engine would not read.
+    """
     from tonnage.peers.own_settings import read_settings
-    from tonnage.peers.predict import predict
-    from tonnage.planner.launches import given_limits, launch_of, settings_for
+    from tonnage.planner.launches import given_limits, settings_for
 
     if place.card.kind == "host":
         raise UserError(
@@ -84,14 +96,29 @@ def starts_of(
     own = read_settings(likes, engines=[each.name for each in asked])
     given = given_limits(knobs, limits)
     return tuple(
+        _start(each, place, settings_for(each, own[each.name], given, is_compared=is_compared)) for each in asked
+    )
+
+
+def _start(asked: Asked, place: Place, settings: Mapping[str, Value]) -> Start:
+    from dataclasses import replace
+
+    from tonnage.hardware import dtype_warning
+    from tonnage.peers.predict import predict
+    from tonnage.planner.launches import launch_of
+
+    stages = [
         predict(
             launch_of(
-                each, place.config, card=place.card, rank=place.rank, dtype=place.dtype, checkpoint=place.checkpoint,
-                draft=place.draft, settings=settings_for(each, own[each.name], given, is_compared=is_compared),
+                asked, place.config, card=place.card, rank=rank, settings=settings, dtype=place.dtype,
+                checkpoint=place.checkpoint, draft=place.draft,
             )
         )
-        for each in asked
-    )  # fmt: skip
+        for rank in place.ranks
+    ]  # fmt: skip
+    found = min(stages, key=lambda start: 0 if start.tokens is None else start.tokens.best)
+    warning = dtype_warning(place.card, found.launch.dtype or place.config.dtype)
+    return replace(found, notes=(*found.notes, warning)) if warning else found
 
 
 def show_engines(
@@ -99,11 +126,12 @@ def show_engines(
     starts: Sequence[Start],
     *,
     compared_with: Callable[[], MemoryPlan] | None,
+    notes: tuple[str, ...] = (),
     as_json: bool,
 ) -> int:
     """Print one start, or several beside our own plan; the exit code."""
     if compared_with is not None:
-        _show_comparison(asked, starts, compared_with, as_json=as_json)
+        _show_comparison(asked, starts, compared_with, notes, as_json=as_json)
         return 0
     from tonnage.report.peer_start import start_text
 
@@ -126,7 +154,12 @@ def newest_note(asked: Asked) -> str:
 
 
 def _show_comparison(
-    asked: Sequence[Asked], starts: Sequence[Start], plan: Callable[[], MemoryPlan], *, as_json: bool
+    asked: Sequence[Asked],
+    starts: Sequence[Start],
+    plan: Callable[[], MemoryPlan],
+    notes: tuple[str, ...],
+    *,
+    as_json: bool,
 ) -> None:
     from tonnage.report.peer_compare import Comparison, compare_text, show_comparison
 
@@ -136,7 +169,8 @@ def _show_comparison(
     except DoesNotFit as error:
         own, refused = None, str(error)
     launch = starts[0].launch
-    notes = [f"{each.known.title}: {newest_note(each)}." for each in asked if each.is_newest]
+    if newest := [each.told for each in asked if each.is_newest]:
+        notes = (*notes, f"Releases that were not named are the newest whose rules are known: {', '.join(newest)}.")
     made = Comparison(
         model=launch.config.name, device=launch.card.name, device_bytes=launch.card.total_bytes,
         starts=tuple((each.told, start) for each, start in zip(asked, starts, strict=True)), plan=own, refused=refused,

@@ -118,21 +118,23 @@ def _engines(
     as_json: bool,
 ) -> int:
     """The starts of other engines, beside our own plan where several are asked for."""
-    from dataclasses import replace
-
-    from tonnage.cli.engines import Place, read_engines, show_engines, starts_of
+    from tonnage.cli.engines import Place, able, read_engines, show_engines, starts_of
     from tonnage.peers.which import KNOWN
+    from tonnage.planner.ranks import distinct_ranks
 
+    notes: tuple[str, ...] = ()
     asked = read_engines(texts or [known.name for known in KNOWN])
+    if not texts:
+        asked, notes = able(asked, planning.rank)
     is_compared = compare or len(asked) > 1
-    rank = planning.rank
+    stages = distinct_ranks(planning.rank)
     place = Place(
         config=planning.config, checkpoint=planning.checkpoint, card=card, dtype=planning.dtype, draft=planning.draft,
-        rank=replace(rank, index=(planning.stage or 0) * rank.tp * rank.cp),
+        ranks=tuple(stages) if planning.stage is None else (stages[planning.stage],),
     )  # fmt: skip
     starts = starts_of(asked, likes, knobs, limits, place, is_compared=is_compared)
     own = (lambda: planning.plan(knobs, limits, card)) if is_compared else None
-    return show_engines(asked, starts, compared_with=own, as_json=as_json)
+    return show_engines(asked, starts, compared_with=own, notes=notes, as_json=as_json)
 
 
 def show_reasons(made: MemoryPlan, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]) -> None:

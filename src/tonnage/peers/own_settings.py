@@ -74,6 +74,12 @@ def chunk(text: str, knob: str) -> Value:
     return -1 if text.strip() == "-1" else parse_count(text, knob=knob)
 
 
+def length(text: str, knob: str) -> Value:
+    """vLLM's length; "auto" stays -1, which is fitted and no default."""
+    value = read.vllm_length(text, knob)
+    return -1 if value is None else value
+
+
 def whole(text: str, knob: str) -> Value:
     """A whole number, 0 too."""
     return parse_count(text, knob=knob, allow_zero=True)
@@ -103,7 +109,7 @@ _VLLM = (
     _knob("gpu_memory_utilization", share, "memory_utilization"),
     _knob("kv_cache_memory_bytes", read.vllm_bytes, "kv_cache_memory"),
     _knob("num_gpu_blocks_override", read.count),
-    _knob("max_model_len", read.vllm_length),
+    _knob("max_model_len", length),
     _knob("max_num_seqs", read.count),
     _knob("max_num_batched_tokens", read.vllm_count),
     _knob("block_size", read.count),
@@ -111,7 +117,7 @@ _VLLM = (
     _knob("dtype", read.dtype, field=DTYPE),
     _knob("enforce_eager", read.switch_on),
     _knob("cudagraph_capture_sizes", sizes, "cuda_graph_sizes"),
-    _knob("max_cudagraph_capture_size", read.count),
+    _knob("max_cudagraph_capture_size", read.count, "max_capture_size"),
     _knob("cudagraph_mode", word),
     _knob("enable_lora", read.switch_on),
     _knob("max_loras", read.count),
@@ -126,6 +132,8 @@ _VLLM = (
     _knob("skip_mm_profiling", read.switch_on),
     _knob("disable_hybrid_kv_cache_manager", read.switch_on),
     _knob("cpu_offload_gb", read.gibibytes),
+    _knob("cudagraph_mem_estimate_enabled", read.switch_on),
+    _knob("engine_core", lambda text, knob: str(word(text, knob)).upper()),
 )
 _SGLANG = (
     _knob("mem_fraction_static", share),

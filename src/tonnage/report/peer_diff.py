@@ -161,41 +161,40 @@ def _headline(
         return f"{subject} leaves your pool as it is ({format_bytes(now)})."
     share = f"{100 * (now - was) / was:+.0f} % " if was else ""
     moved = f"{subject} moves your pool by {share}({was / GiB:.1f} -> {now / GiB:.1f} GiB)"
-    reasons = _reasons(before, after, terms, defaults, now - was)
-    return f"{moved}, because {'; and because '.join(reasons)}." if reasons else f"{moved}."
+    pushing, against = _reasons(before, after, terms, defaults)
+    if pushing:
+        moved += f", because of {'; and of '.join(pushing[:MOST_REASONS])}"
+    return f"{moved}; against it, {'; '.join(against[:MOST_REASONS])}." if against else f"{moved}."
 
 
 def _reasons(
-    before: Start, after: Start, terms: tuple[TermChange, ...], defaults: tuple[DefaultChange, ...], moved: int
-) -> list[str]:
-    """Terms that push the pool the way it went, the furthest first; then a default that did."""
+    before: Start, after: Start, terms: tuple[TermChange, ...], defaults: tuple[DefaultChange, ...]
+) -> tuple[list[str], list[str]]:
+    """What pushes the pool the way that it went, and what pushes against it, the furthest first."""
+    moved = after.pool.bytes - before.pool.bytes
     least = max(before.pool.bytes, after.pool.bytes) // LEAST_SHARE
     rules = {term.name: term.rule for start in (before, after) for term in start.terms}
-    pushing = sorted(
-        (each for each in terms if each.on_pool_bytes * moved > 0 and abs(each.on_pool_bytes) >= least),
-        key=lambda each: -abs(each.on_pool_bytes),
-    )
-    found = [_reason(each, rules[each.name]) for each in pushing]
-    if sum(abs(each.on_pool_bytes) for each in pushing) * 2 < abs(moved):
-        found = [*_shares(after, defaults), *found]
-    return found[:MOST_REASONS]
+    found = [(each.on_pool_bytes, _reason(each, rules[each.name])) for each in terms]
+    rest = moved - sum(each.on_pool_bytes for each in terms)
+    found.append((rest, _share_reason(rest, after, defaults)))
+    found = sorted((each for each in found if abs(each[0]) >= least and each[1]), key=lambda each: -abs(each[0]))
+    return [told for size, told in found if size * moved > 0], [told for size, told in found if size * moved < 0]
 
 
-def _shares(after: Start, defaults: tuple[DefaultChange, ...]) -> list[str]:
+def _share_reason(rest: int, after: Start, defaults: tuple[DefaultChange, ...]) -> str:
     """What no term explains: another share of the device, else another way to size the pool."""
-    found = [
-        f"{each.name} is {each.after} where it was {each.before} ({each.why.rstrip('.')})"
-        for each in defaults
-        if each.name in SHARES
-    ]
+    for each in defaults:
+        if each.name in SHARES:
+            why = each.why.rstrip(".")
+            return f"{each.name}, {each.after} where it was {each.before} ({signed_bytes(rest)}: {why})"
     pool = next((term for term in after.terms if is_pool(term)), None)
-    return found or ([] if pool is None else [f"of how it is sized ({pool.rule.says.rstrip('.')})"])
+    return "" if pool is None else f"how it is sized ({signed_bytes(rest)}: {pool.rule.says.rstrip('.')})"
 
 
 def _reason(change: TermChange, rule: Rule) -> str:
+    says = (change.why if change.why != "the same rule" else rule.says).rstrip(".")
     since = f", since {dotted(rule.since)}" if rule.since is not None else ""
-    says = change.why if change.why != "the same rule" else rule.says
-    return f"{change.name} takes {signed_bytes(-change.on_pool_bytes)} of it ({says.rstrip('.')}{since})"
+    return f"{change.name} ({signed_bytes(change.on_pool_bytes)}: {says}{since})"
 
 
 def _checks(before: Start, after: Start) -> list[str]:

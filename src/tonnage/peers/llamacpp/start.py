@@ -122,6 +122,8 @@ def _notes(launch: Launch, model: Model, best: Fitted) -> tuple[str, ...]:
         notes.append(f"Each of {model.num_sequences} slots has {best.context // model.num_sequences:,} cells.")
     if launch.config.towers:
         notes.append("The projector of pictures is a file of its own and not counted, as in --fit before mid-2026.")
+    if launch.draft is not None:
+        notes.append("Of the draft only weights are counted: its cache and buffers come on top.")
     if launch.rank.pp > 1:
         notes.append("One device of several, fitted alone: --fit balances them, with half a layer to spare on each.")
     return tuple(notes)

@@ -131,7 +131,7 @@ def _of(entries: list[Entry], kind: KVGroupKind) -> Fraction:
 def _draft(launch: Launch, settings: Settings, target: Fraction) -> Fraction:
     """Of a draft model its own cells; of layers for multi-token prediction as much as the target's layers have."""
     name = settings.text("speculative_algorithm", "").upper()
-    if name in ("", "NONE", "NGRAM"):
+    if launch.draft is None and name in ("", "NONE", "NGRAM"):
         return Fraction(0)
     if launch.draft is not None:
         layers = launch.draft.layers
