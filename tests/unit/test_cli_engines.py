@@ -176,6 +176,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("plan", *H100, "--engine", "vllm=0.19"), "write vllm==0.19"),
     (("plan", *H100, "--engine", "vllm=="), "no release behind the name"),
     (("plan", *H100, "--engine", "vllm==abc"), "no release has such a name"),
+    (("plan", *H100, "--engine", "llamacpp==1.0"), "write one such as b9265"),
     (("plan", *H100, "--engine", "vllm", "--engine", "vllm"), "named twice"),
     (("plan", *H100, "--engine", "sglang", "--kv-fraction", "0.5"), "--kv-fraction has no counterpart in SGLang"),
     (("plan", *H100, "--engine", "sglang", "--explain"), "--explain is about our own plan"),
@@ -212,3 +213,10 @@ def test_every_engine_has_words_for_what_it_reads() -> None:
         assert set(words.values()) <= names | {"kv_dtype"}, engine
         spellings = [each for knob in OWN[engine] for each in (knob.name, *knob.aliases)]
         assert len(set(spellings)) == len(spellings), engine
+
+
+def test_help_lists_every_engines_own_knobs(tonnage: Program) -> None:
+    told = tonnage("plan", "x", "--like", "help")
+    assert told.code == 0
+    for engine, knobs in OWN.items():
+        assert f"{engine}: {', '.join(knob.name for knob in knobs)}" in told.out

@@ -333,3 +333,20 @@ def test_what_does_not_fit_is_cut_and_keeps_its_high() -> None:
     made = fitted([term("a", 6), term("b", 6), term("c", 1), term("rest", 0)], 10)
     assert [each.bytes.bytes for each in made] == [6, 4, 0, 0]
     assert [each.bytes.high for each in made] == [6, 6, 1, 0]
+
+
+def test_what_was_given_and_decides_nothing_is_told() -> None:
+    built = predict(launch("llama-2-7b", engine="trtllm", version="0.16", max_beam_width=4))
+    assert "max_beam_width was given, and decides nothing here." in built.notes
+    for engine, version in RELEASES:
+        quiet = predict(launch(engine=engine, version=version))
+        told = predict(launch(engine=engine, version=version, no_such_knob=1))
+        assert set(told.notes) - set(quiet.notes) == {"no_such_knob was given, and decides nothing here."}
+
+
+def test_drafts_of_no_named_algorithm_are_counted() -> None:
+    made = launch(speculative_num_draft_tokens=4)
+    assert cells(made, Settings(made)).token == 131_072 * Fraction(33, 32)
+    start = predict(made)
+    assert ("max_running_requests", "48", "with drafts, where it is left out") in start.defaults
+    assert any("as one of the target's layers" in note for note in start.notes)

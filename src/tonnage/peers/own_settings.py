@@ -17,7 +17,7 @@ from tonnage.peers import read
 from tonnage.peers.engines import close_to
 from tonnage.peers.launch import Value
 from tonnage.peers.table import KNOBS as TRANSLATED
-from tonnage.peers.which import Known, find_known
+from tonnage.peers.which import KNOWN, Known, find_known
 from tonnage.units import MiB, parse_count, parse_fraction
 
 #: Where the value goes that is no setting of the engine but a field of the launch.
@@ -244,6 +244,12 @@ def read_settings(likes: Iterable[str], *, engines: Iterable[str]) -> dict[str, 
         is_off = name.strip().lstrip("-").replace("-", "_").startswith("no_") and isinstance(value, bool)
         found[known.name][key] = not value if is_off else value
     return found
+
+
+def own_help() -> str:
+    """Every engine's own knobs: what ``--like help`` adds for starts."""
+    rows = [f"{known.name}: {', '.join(knob.name for knob in OWN[known.name])}" for known in KNOWN]
+    return "\nWith --engine, that engine's own:\n" + "\n".join(rows) + "\n"
 
 
 def ours_as_theirs(engine: str, given: Mapping[str, Value]) -> tuple[dict[str, Value], tuple[str, ...]]:

@@ -81,6 +81,8 @@ def find_known(name: str, *, typed: str) -> Known:
 def version_of(known: Known, text: str, *, flag: str = FLAG) -> Version:
     """A release; llama.cpp numbers its builds."""
     build = _BUILD.fullmatch(text) if known.name == "llamacpp" else None
+    if build is None and known.name == "llamacpp":
+        raise InvalidSetting(flag, text, "no build has such a number", remedy="write one such as b9265")
     if build is None:
         return Version.asked(text, knob=flag)
     number = (int(build[1]), 0, 0)

@@ -56,6 +56,7 @@ def header(start: Start, width: int, *, told: str, note: str) -> Text:
         text.append(f", rank {launch.rank.index} of {launch.rank.size}")
     asked = [f"{name} = {_shown(value)}" for name, value in sorted(launch.settings.items())]
     asked += [f"kv_cache_dtype = {launch.kv_dtype}"] if launch.kv_dtype else []
+    asked += [f"dtype = {launch.dtype}"] if launch.dtype else []
     if asked:
         text.append("\n" + hanging(", ".join(asked), "asked   ", width))
     if note:

@@ -54,7 +54,7 @@ def predict(launch: Launch) -> Start:
         max_model_len=length,
         defaults=tuple(settings.defaults),
         checks=_checks(launch, model, asked, best, ends),
-        notes=(_ONLY_READ, *_notes(launch, model, best)),
+        notes=(_ONLY_READ, *_notes(launch, model, best), *settings.unread()),
     )
 
 

@@ -16,7 +16,7 @@ from tonnage.layout import DTYPE_BYTES, KVGroupKind
 from tonnage.peers.asked_settings import Settings
 from tonnage.peers.launch import Launch
 from tonnage.peers.sglang import rules
-from tonnage.peers.sglang.fraction import has_compressed
+from tonnage.peers.sglang.fraction import drafts, has_compressed
 from tonnage.peers.start import Rule
 
 #: Architectures whose windows have a pool of their own, by what their class is called.
@@ -62,6 +62,7 @@ def cells(launch: Launch, settings: Settings) -> Cells:
     """Raises ``InvalidSetting`` as the layout of a cache does."""
     if has_compressed(launch):
         return _compressed(launch, settings)
+    settings.seen.add("mamba_ssm_dtype")
     entries = [entry for layer in _layers(launch) for entry in layer_entries(layer, _dtypes(launch), launch.rank)]
     full = _of(entries, KVGroupKind.FULL) + _of(entries, KVGroupKind.LATENT)
     near = _of(entries, KVGroupKind.WINDOW)
@@ -130,8 +131,7 @@ def _of(entries: list[Entry], kind: KVGroupKind) -> Fraction:
 
 def _draft(launch: Launch, settings: Settings, target: Fraction) -> Fraction:
     """Of a draft model its own cells; of layers for multi-token prediction as much as the target's layers have."""
-    name = settings.text("speculative_algorithm", "").upper()
-    if launch.draft is None and name in ("", "NONE", "NGRAM"):
+    if launch.draft is None and not drafts(settings):
         return Fraction(0)
     if launch.draft is not None:
         layers = launch.draft.layers
@@ -151,7 +151,7 @@ def _compressed(launch: Launch, settings: Settings) -> Cells:
     by4, by128 = (
         sum(any(getattr(m, "compress_ratio", 1) == each for m in layer.mixers) for layer in layers) for each in (4, 128)
     )
-    ring = 16 if settings.text("speculative_algorithm", "") else 8
+    ring = 16 if drafts(settings) else 8
     token = ratio * count * _RECORD + Fraction(by4 * (_RECORD + _INDEX), 4) + Fraction(by128 * _RECORD, 128)
     token += ratio * Fraction(ring, _WINDOW) * by4 * _STATE4
     if launch.version.is_surely(before=(0, 5, 20)):

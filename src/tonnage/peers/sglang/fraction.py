@@ -138,8 +138,16 @@ def _by_chunk(
 
 def _drafting(settings: Settings) -> int:
     """MiB for a draft and its graphs, up to 0.5.22."""
+    name = drafts(settings)
+    return 0 if not name else 6 * _GIB if name == "STANDALONE" else 2 * _GIB
+
+
+def drafts(settings: Settings) -> str:
+    """The algorithm whose draft is a model; empty where there is none. Drafts of none that is named are EAGLE's."""
     name = settings.text("speculative_algorithm", "").upper()
-    return 0 if name in ("", "NONE", "NGRAM", "LOOKAHEAD") else 6 * _GIB if name == "STANDALONE" else 2 * _GIB
+    if not name and settings.maybe("speculative_num_draft_tokens", least=0):
+        return "EAGLE"
+    return "" if name in ("NONE", "NGRAM", "LOOKAHEAD") else name
 
 
 def _encoder(launch: Launch, share: Fraction) -> Fraction:

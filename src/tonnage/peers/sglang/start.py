@@ -14,6 +14,7 @@ from tonnage.peers.sglang.cells import Cells, cells
 from tonnage.peers.sglang.fraction import (
     Static,
     decode_graph_sizes,
+    drafts,
     has_compressed,
     is_multimodal,
     static_fraction,
@@ -177,7 +178,6 @@ def _notes(found: Found) -> tuple[str, ...]:
         )
     if launch.rank.pp > 1:
         notes.append("Tokens are this stage's: the engine takes the fewest of all stages.")
-    name = found.settings.text("speculative_algorithm", "")
-    if name and launch.draft is None and not launch.config.mtp_layers:
+    if drafts(found.settings) and launch.draft is None and not launch.config.mtp_layers:
         notes.append("The draft's cache is counted as one of the target's layers: name the draft to count its own.")
-    return tuple(notes)
+    return (*notes, *found.settings.unread())

@@ -51,6 +51,7 @@ def predict(launch: Launch) -> Start:
         max_model_len=length,
         defaults=tuple(settings.defaults),
         checks=(_holds_one(tokens, length),),
+        notes=settings.unread(),
     )
 
 

@@ -40,7 +40,7 @@ def start_of(launch: Launch, plan: MemoryPlan, settings: Settings) -> Start:
         max_model_len=length,
         defaults=tuple(settings.defaults),
         checks=(_holds_one(launch, plan), _slack(plan)),
-        notes=tuple(plan.warnings),
+        notes=(*plan.warnings, *settings.unread()),
     )
 
 

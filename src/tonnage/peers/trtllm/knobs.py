@@ -27,8 +27,8 @@ _KV_NAMES = {"float8_e4m3fn": "fp8", "float4_e2m1fn_x2": "nvfp4"}
 
 def reference_knobs(launch: Launch, settings: Settings) -> ReferenceKnobs:
     """The knobs of the derivation. Raises ``InvalidSetting`` as the reference does."""
-    given: dict[str, Any] = {name: launch.get(name) for name in _SAME if launch.get(name) is not None}
-    given |= {ours: launch.get(name) for name, ours in _RENAMED.items() if launch.get(name) is not None}
+    given: dict[str, Any] = {name: settings.get(name) for name in _SAME if settings.has(name)}
+    given |= {ours: settings.get(name) for name, ours in _RENAMED.items() if settings.has(name)}
     given |= {name: settings.switch(name) for name in _SWITCHES if settings.has(name)}
     if launch.kv_dtype is not None:
         given["kv_dtype"] = _KV_NAMES.get(launch.kv_dtype, launch.kv_dtype)
@@ -57,7 +57,7 @@ def limit_knobs(launch: Launch, settings: Settings) -> LimitKnobs:
 
 def graphs_knob(settings: Settings, *, max_batch_size: int) -> Setting[str]:
     """The list of decode batches, cut at the largest step."""
-    config = settings.launch.get("cuda_graph_config")
+    config = settings.get("cuda_graph_config")
     if config is not None and str(config).lower() in ("null", "none", "~"):
         return Setting("none", "none", Origin.PEER, "cuda_graph_config")
     sizes = settings.sizes("batch_sizes") or GRAPH_SIZES
