@@ -19,6 +19,7 @@ from tonnage.hardware import generic_card
 from tonnage.peers.asked_settings import Settings
 from tonnage.peers.launch import Launch
 from tonnage.peers.llamacpp.sizes import model_of
+from tonnage.peers.predict import predict
 from tonnage.peers.sglang import after
 from tonnage.peers.sglang.cells import cells
 from tonnage.peers.sglang.fraction import (
@@ -145,6 +146,7 @@ def rows() -> Iterator[Row]:
     yield from _tables()
     yield from _cells()
     yield from _graphs()
+    yield from _chains()
     yield from _trtllm()
     yield from _llamacpp()
 
@@ -262,6 +264,20 @@ def _graphs() -> Iterator[Row]:
 def source(name: str) -> str:
     """Records of one source share it."""
     return record(name)["source"]
+
+
+def _chains() -> Iterator[Row]:
+    """Whole starts, from the card and the weights alone: the two whose card, weights and pool are all logged."""
+    row = record("fs-65830671609")
+    start, logged = predict(launch_of(row)), row["logged"]
+    have = (pool_gib(logged) + logged["mamba_conv_gib"] + logged["mamba_ssm_gib"]) * GiB
+    yield _row(row, "pools, from the card", have, start.pool.bytes, "bytes", 0.01)
+    yield _row(row, "tokens, from the card", logged["kv_cache_tokens"], start.tokens.best, "count", 0.01)
+    row = record("trtllm-1400")
+    weights = Quantity.exact(row["logged"]["engine_gpu_mib"] * MiB, Source.MEASURED, row["id"])
+    shapes_of = {"max_batch_size": row["flags"]["max_batch_size"], "max_num_tokens": row["flags"]["max_num_tokens"]}
+    start = predict(launch_of(row, weights=weights, settings=shapes_of))
+    yield _row(row, "tokens, from the card", row["logged"]["kv_cache_tokens"], start.tokens.best, "count", 0.01)
 
 
 def _trtllm() -> Iterator[Row]:

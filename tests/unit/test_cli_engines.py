@@ -220,3 +220,10 @@ def test_help_lists_every_engines_own_knobs(tonnage: Program) -> None:
     assert told.code == 0
     for engine, knobs in OWN.items():
         assert f"{engine}: {', '.join(knob.name for knob in knobs)}" in told.out
+
+
+def test_the_page_shows_what_is_printed(tonnage: Program) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    told = tonnage("diff", *H100, "--engine", "sglang==0.4.6", "--engine", "sglang==0.5.23").out
+    headline = " ".join(told.split("\n\n")[0].split())
+    assert headline in " ".join(page.split())

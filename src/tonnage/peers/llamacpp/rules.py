@@ -9,8 +9,7 @@ READ = "source of common/fit.cpp, 2026; no start-up log"
 
 OUTSIDE = Rule(
     name="context",
-    says="The driver's context is there before free memory is read; taken to be that of an engine with torch, so "
-    "the low end is the likelier one.",
+    says="The driver's context is there before free memory is read: that of a process without torch; no log tells it.",
     source="no start-up log",
 )
 WEIGHTS = Rule(

@@ -10,15 +10,13 @@ from tonnage.peers.launch import Launch
 from tonnage.peers.llamacpp import rules
 from tonnage.peers.llamacpp.fit import Fitted, Wanted, fit, wanted
 from tonnage.peers.llamacpp.sizes import Model, model_of
-from tonnage.peers.outside import OUTSIDE_BYTES
+from tonnage.peers.outside import driver
 from tonnage.peers.partition import fitted
 from tonnage.peers.span import Span
 from tonnage.peers.start import Check, Rule, Start, Term
-from tonnage.terms import Quantity, Source
-from tonnage.units import MiB, format_bytes
+from tonnage.terms import Quantity, Rank, Source
+from tonnage.units import format_bytes
 
-#: The driver's context alone, without the kernels of a tensor library: nobody logged it.
-CONTEXT_BYTES = Span(450 * MiB, 250 * MiB, OUTSIDE_BYTES.high)
 _ONLY_READ = (
     "Margin, order of sacrifice, layers on the host and the weights' share of the device are from source and threads "
     "alone; the cache and the states were checked against one log, the compute buffer against one thread."
@@ -30,7 +28,7 @@ def predict(launch: Launch) -> Start:
     settings = Settings(launch)
     model = model_of(launch, settings)
     asked = wanted(launch, settings, model)
-    total, gone = launch.card.total, CONTEXT_BYTES
+    total, gone = launch.card.total, driver(replace(launch, rank=Rank()))
 
     def at(card: int, outside: int, weights: int, compute: int) -> Fitted:
         return fit(model, asked, free=max(card - outside, 0), weights=weights, compute=compute)
@@ -45,7 +43,7 @@ def predict(launch: Launch) -> Start:
     length = best.context if model.is_unified else best.context // model.num_sequences
     return Start(
         launch=launch,
-        terms=fitted(_terms(model, best, ends), total.bytes),
+        terms=fitted(_terms(model, best, ends, gone), total.bytes),
         pool=pool.quantity(Source.PREDICTED, "cells of the context"),
         bytes_per_token=(model.cell * best.device_layers / max(model.num_layers, 1)) or None,
         tokens=context.count(),
@@ -53,12 +51,12 @@ def predict(launch: Launch) -> Start:
         concurrency=Span.exact(1000 if model.is_unified else 1000 * model.num_sequences).count(),
         max_model_len=length,
         defaults=tuple(settings.defaults),
-        checks=_checks(launch, model, asked, best, ends),
+        checks=_checks(launch, model, asked, best, ends, gone),
         notes=(_ONLY_READ, *_notes(launch, model, best), *settings.unread()),
     )
 
 
-def _terms(model: Model, best: Fitted, ends: tuple[Fitted, ...]) -> list[Term]:
+def _terms(model: Model, best: Fitted, ends: tuple[Fitted, ...], gone: Span) -> list[Term]:
     def term(name: str, rule: Rule, span: Span) -> Term:
         return Term(name=name, bytes=span.quantity(Source.PREDICTED, rule.source), rule=rule)
 
@@ -66,7 +64,7 @@ def _terms(model: Model, best: Fitted, ends: tuple[Fitted, ...]) -> list[Term]:
         return Span.around(getattr(best, name), *(getattr(each, name) for each in ends))
 
     made = [
-        replace(term("context", rules.OUTSIDE, CONTEXT_BYTES), is_budgeted=False),
+        replace(term("context", rules.OUTSIDE, gone), is_budgeted=False),
         term("weights", rules.WEIGHTS, around("weights")),
         term("kv cache", rules.CACHE, around("kv")),
     ]
@@ -77,9 +75,11 @@ def _terms(model: Model, best: Fitted, ends: tuple[Fitted, ...]) -> list[Term]:
     return [*made, left]
 
 
-def _checks(launch: Launch, model: Model, asked: Wanted, best: Fitted, ends: tuple[Fitted, ...]) -> tuple[Check, ...]:
+def _checks(
+    launch: Launch, model: Model, asked: Wanted, best: Fitted, ends: tuple[Fitted, ...], gone: Span
+) -> tuple[Check, ...]:
     card = launch.card.total
-    frees = (card.bytes - CONTEXT_BYTES.best, card.low - CONTEXT_BYTES.high, card.high - CONTEXT_BYTES.low)
+    frees = (card.bytes - gone.best, card.low - gone.high, card.high - gone.low)
     least = asked.margin_bytes if asked.is_on else 0
     fits = [free - each.used >= least for free, each in zip(frees, (best, *ends), strict=True)]
     told = f"--ctx-size {best.context}" if asked.context is None else f"context {best.context:,} as asked"

@@ -9,7 +9,7 @@ from tonnage.costs.kv import kv_layout
 from tonnage.layout import bytes_per_token
 from tonnage.peers.asked_settings import Settings
 from tonnage.peers.launch import Launch
-from tonnage.peers.outside import outside
+from tonnage.peers.outside import driver
 from tonnage.peers.partition import fitted
 from tonnage.peers.span import Span
 from tonnage.peers.start import Check, Count, Start, Term
@@ -29,7 +29,7 @@ def predict(launch: Launch) -> Start:
     block = settings.whole("tokens_per_block", 64, "tokens of a block in engines of that time")
     length = settings.whole("max_seq_len", launch.config.max_position_embeddings, "the model's own length")
     rate = bytes_per_token(kv_layout(launch.config, kv_dtype=launch.kv_dtype, rank=launch.rank))
-    gone, context = outside(launch), _context(launch, settings)
+    gone, context = driver(launch), _context(launch, settings)
     free = Span.around(
         max(launch.card.total.bytes - gone.best - launch.weights.bytes - context.best, 0),
         max(launch.card.total.low - gone.high - launch.weights.high - context.high, 0),
