@@ -195,7 +195,7 @@ def decode_graph_sizes(settings: Settings, largest: int) -> tuple[int, ...]:
         return ()
     if asked := settings.sizes("cuda_graph_bs"):
         return asked
-    if settings.maybe("speculative_num_draft_tokens"):
+    if settings.maybe("speculative_num_draft_tokens", least=0):
         runs = (range(1, 9), range(10, 33, 2), range(40, 65, 4), range(72, 257, 8), range(272, largest + 1, 16))
     else:
         runs = ((1, 2, 4, 8, 12), range(16, 257, 8), range(272, 512, 16), range(512, largest + 1, 32))  # type: ignore[assignment]

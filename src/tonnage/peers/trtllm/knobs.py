@@ -43,8 +43,8 @@ def limit_knobs(launch: Launch, settings: Settings) -> LimitKnobs:
     """Shapes as asked, and this engine's own defaults for what was left out; ``max_seq_len`` stays open."""
     length = settings.maybe("max_seq_len")
     drafts = settings.maybe("max_draft_len", least=0)
-    rows = settings.whole("max_batch_size", MAX_BATCH_SIZE, "sequences of a step")
     tokens = settings.whole("max_num_tokens", MAX_NUM_TOKENS, "tokens of a step")
+    rows = settings.whole("max_batch_size", min(MAX_BATCH_SIZE, tokens), "sequences of a step")
     if length is None:
         settings.took("max_seq_len", None, f"{launch.config.max_position_embeddings:,}", "the model's own length")
     return LimitKnobs(
