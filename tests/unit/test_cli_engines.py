@@ -15,6 +15,7 @@ from tonnage.peers.which import KNOWN
 
 Program = Callable[..., Ended]
 
+REAL = RULES["vllm"]
 LLAMA = str(Path(__file__).resolve().parents[2] / "examples" / "configs" / "llama-3.1-8b")
 H100 = (LLAMA, "--device", "H100")
 
@@ -107,6 +108,24 @@ def test_several_stand_beside_our_own_plan(tonnage: Program) -> None:
     own = json.loads(tonnage("plan", *H100, "--max-seq-len", "4096", "--kv-fraction", "0.9", "--json").out)
     assert made["rows"][-1]["tokens"] == own["kv"]["tokens"]
     assert {row["seq_len"] for row in made["rows"]} == {4096}
+
+
+def test_the_rules_of_vllm_itself(tonnage: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "vllm", REAL)
+    made = start_of(tonnage, "--engine", "vllm==0.19", "--like", "vllm:max_num_seqs=256", "--max-seq-len", "8192")
+    assert sum(term["bytes"] for term in made["terms"]) == made["device_bytes"]
+    assert any(line.startswith("GPU KV cache size: ") for line in made["log"])
+    out = tonnage("diff", *H100, "--engine", "vllm==0.19", "--engine", "vllm==0.21", "--max-seq-len", "8192").out
+    told = " ".join(out.split())
+    assert "gpu_memory_utilization, 0.92 where it was 0.9" in told
+    assert "graphs (-" in told
+    assert start_of(tonnage, "--engine", "vllm==0.21", "--like", "vllm:max_model_len=auto")["starts"] is True
+
+
+def test_a_context_of_several_slots_is_that_of_all(tonnage: Program) -> None:
+    made = start_of(tonnage, "--engine", "llamacpp", "--max-seq-len", "4096", "--max-batch-size", "8")
+    assert (made["tokens"]["best"], made["max_model_len"]) == (32_768, 4096)
+    assert made["concurrency_thousandths"]["best"] == 8000
 
 
 def test_compare_alone_takes_all(tonnage: Program) -> None:

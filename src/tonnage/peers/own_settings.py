@@ -256,6 +256,9 @@ def ours_as_theirs(engine: str, given: Mapping[str, Value]) -> tuple[dict[str, V
     """({their knob or field: value}, names of ours that have no counterpart there)."""
     words = OURS[engine]
     theirs = {words[name]: value for name, value in given.items() if name in words}
+    length, rows = theirs.get("ctx_size"), theirs.get("parallel")
+    if isinstance(length, int) and isinstance(rows, int):
+        theirs["ctx_size"] = length * rows  # llama.cpp's context is that of all its slots together
     graphs = _graphs(engine, given.get("graphs"))
     without = [name for name in given if name not in words and not (name == "graphs" and graphs)]
     return theirs | graphs, tuple(without)

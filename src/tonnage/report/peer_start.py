@@ -9,7 +9,6 @@ from tonnage.peers.log_lines import log_lines
 from tonnage.peers.start import Check, Count, Rule, Start, Term
 from tonnage.report import codec
 from tonnage.terms import Quantity
-from tonnage.units import ceil_div
 
 START_SCHEMA = "tonnage.engine-start/1"
 #: Names of the pool's terms; every engine calls them in one of these ways, the longest name first.
@@ -88,8 +87,8 @@ def dotted(numbers: tuple[int, ...]) -> str:
 
 
 def times_text(thousandths: int) -> str:
-    """``3.38`` of 3,380 thousandths."""
-    hundredths = ceil_div(thousandths, 10) if thousandths < 10 else thousandths // 10
+    """``3.38`` of 3,384 thousandths, as engines' logs round."""
+    hundredths = (thousandths + 5) // 10
     return f"{hundredths // 100:,}.{hundredths % 100:02d}"
 
 
