@@ -6,6 +6,8 @@ from tonnage.peers.start import Rule
 
 #: Whose code the dated rules were read from; earlier eras from stored copies of earlier releases.
 READ = "source of 0.5.23"
+#: Seen there, and neither in logs nor in the source of 0.5.9; which release was the first is not known.
+AFTER_9 = "source of 0.5.23, not yet in 0.5.9"
 
 OUTSIDE = Rule(
     name="context",
@@ -43,7 +45,7 @@ BY_CARD = Rule(
     since=(0, 4, 7),
     before=(0, 5, 4),
     records=("fs-47444754202",),
-    source="source of 0.5.1",
+    source="source of 0.5.1; not yet in 0.4.6",
 )
 BY_CHUNK = Rule(
     name="default fraction",
@@ -60,13 +62,12 @@ BY_GRAPHS = Rule(
     "graph, 8 MiB for each size of prefill graph (1.5 GiB with latent attention) and 128 MiB a rank, at least 10 GiB "
     "on cards above 60.",
     since=(0, 5, 10),
-    source=READ,
+    source=AFTER_9,
 )
 ENCODER = Rule(
     name="encoder share",
     says="With a vision tower the default fraction is multiplied by 0.95 and by 1 - 0.1 (size / size of a ViT-L - 1), "
     "that factor between 0.8 and 1.05.",
-    since=(0, 4, 10),
     records=("fs-53944457073",),
     source=READ,
 )
@@ -75,13 +76,12 @@ MEDIA = Rule(
     says="With a vision tower 100 MB are kept from the pools for a cache of features.",
     since=(0, 5, 10),
     records=("sg-dsv41-spark", "fs-65830671609"),
-    source=READ,
+    source=AFTER_9,
 )
 STATES = Rule(
     name="state pool",
     says="Recurrent states get mamba_full_memory_ratio / (1 + ratio) of the pools before tokens do, or "
     "max_mamba_cache_size slots; one slot more is allocated than counted.",
-    since=(0, 5, 0),
     records=("fs-46415979912", "fs-53944457073", "fs-65830671609", "fs-69213517065", "sg-fs-70920711276"),
     source=READ,
 )
@@ -89,7 +89,6 @@ VERIFY = Rule(
     name="verification states",
     says="With drafts every running sequence, and one more, keeps a matrix for each draft token: (sequences + 1) x "
     "draft tokens x state, and the inputs of its convolutions once.",
-    since=(0, 5, 4),
     records=("sg-fs-70920711276",),
     source=READ,
 )
@@ -104,7 +103,6 @@ WINDOWS = Rule(
     name="window pool",
     says="Layers with a window get swa_full_tokens_ratio tokens for each token of the others (0.8; 0.15 for Gemma 4, "
     "0.1 for DeepSeek V4), whatever their window; in models whose two pools SGLang does not know they count in full.",
-    since=(0, 5, 0),
     source=READ,
 )
 COMPRESSED = Rule(
@@ -123,7 +121,7 @@ REQUESTS = Rule(
 )
 GRAPHS = Rule(
     name="graphs",
-    says="Captured after the pools, so out of the rest: 7 to 29 MiB for each size of a decode graph in five logs, 18 "
+    says="Captured after the pools, so out of the rest: 7 to 29 MiB for each size of a decode graph in five logs, 19 "
     "the median; once 17.4 GiB for eleven sizes.",
     records=(
         *("fs-47444754202", "fs-46415979912", "fs-65830671609", "sg-fs-63199567676-a", "sg-fs-63199567676-b"),
@@ -137,7 +135,7 @@ PREFILL_GRAPHS = Rule(
     "itself leaves 8 MiB for each size.",
     since=(0, 5, 10),
     records=("sg-fs-63199567676-b", "sg-fs-70920711276"),
-    source="start-up logs",
+    source="start-up logs; not yet in 0.5.9",
 )
 ACTIVATIONS = Rule(
     name="activations",
