@@ -127,7 +127,7 @@ BAD = {
     "paln x": "No such command 'paln'|Did you mean 'plan'?|See tonnage --help",
     f"{PLAN} --memry 80GiB": "No such option '--memry'|Did you mean '--memory'?|See tonnage plan --help",
     "plan": "Missing argument 'MODEL'|See tonnage plan --help",
-    "diff plan.json": "Missing argument 'B'|See tonnage diff --help",
+    "diff plan.json": "diff compares two files, and one was given|MODEL with two --engine",
     f"{PLAN} --memory": "'--memory' requires an argument|See tonnage",
     f"{PLAN} extra --memory 80GiB": "unexpected extra argument (extra)",
     "--nonsense": "No such option '--nonsense'",

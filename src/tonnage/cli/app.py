@@ -103,7 +103,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _other(verb: str) -> str:
     """The smallest verb beside it."""
-    return "diff" if verb != "diff" else "report"
+    return "report" if verb != "report" else "devices"
 
 
 def explain(error: Exception) -> tuple[str, int]:

@@ -124,8 +124,9 @@ def _list_peer_knobs(asked: list[str] | None) -> list[str] | None:
     """``--like help`` prints every knob that is understood and ends, whatever else was typed."""
     if asked and any(text.strip().lower() == "help" for text in asked):
         from tonnage.peers import help_text
+        from tonnage.peers.own_settings import own_help
 
-        print(help_text(), end="")
+        print(help_text() + own_help(), end="")
         raise typer.Exit
     return asked
 

@@ -27,6 +27,7 @@ class Launch:
     rank              tensor, pipeline, expert and data parallelism, and which of the ranks
     settings          the engine's own knobs by their own names with underscores ("max_num_seqs"), parsed; one that is
                       left out takes the engine's default of that version
+    draft             a smaller model that is loaded beside it and proposes tokens; its weights are part of ``weights``
     """
 
     engine: str
@@ -38,6 +39,7 @@ class Launch:
     dtype: str | None = None
     kv_dtype: str | None = None
     settings: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    draft: ModelConfig | None = None
 
     def get(self, name: str, default: Value = None) -> Value:
         """The setting ``name`` as asked, or ``default``."""

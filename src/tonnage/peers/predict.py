@@ -12,7 +12,7 @@ from tonnage.peers.start import Start
 RULES = {
     "vllm": "tonnage.peers.vllm.start:predict",
     "sglang": "tonnage.peers.sglang.start:predict",
-    "trtllm": "tonnage.peers.trtllm.start:predict",
+    "trtllm": "tonnage.planner.trtllm:predict",  # its derivation is fed by the planner, a row above
     "llamacpp": "tonnage.peers.llamacpp.start:predict",
 }
 

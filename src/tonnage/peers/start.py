@@ -85,6 +85,7 @@ class Start:
     defaults         settings that were left out, with the value of that release: (name, value, why)
     checks           the engine's own, in order
     notes            sentences for the reader: what is uncertain and why
+    rules            rules that decide something other than the bytes of one term: a default, tokens of a pool
     """
 
     launch: Launch
@@ -98,6 +99,7 @@ class Start:
     defaults: tuple[tuple[str, str, str], ...] = ()
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
 
     @property
     def starts(self) -> bool | None:

@@ -9,6 +9,7 @@ from tonnage.errors import InvalidSetting
 
 _NUMBER = re.compile(r"v?(\d+(?:\.\d+)*)")
 _VAGUE = re.compile(r"v?(\d+)\.(\d)x(?![\w])")
+_VAGUE_PATCH = re.compile(r"v?(\d+)\.(\d+)\.(\d?)x(?![\w])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,10 @@ class Version:
         if vague := _VAGUE.match(written):
             major, tens = int(vague[1]), int(vague[2]) * 10
             return cls(text=written, first=(major, tens, 0), last=(major, tens + 9, 10**6))
+        if vague := _VAGUE_PATCH.match(written):
+            major, minor = int(vague[1]), int(vague[2])
+            first, last = (int(vague[3]) * 10, int(vague[3]) * 10 + 9) if vague[3] else (0, 10**6)
+            return cls(text=written, first=(major, minor, first), last=(major, minor, last))
         found = _NUMBER.match(written)
         if found is None or (len(found[1]) > 3 and "." not in found[1]):  # a year is no release
             return cls(text=written, first=None, last=None)

@@ -1,0 +1,184 @@
+"""Starts of other engines on the command line: what ``plan`` and ``diff`` share."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tonnage.errors import DoesNotFit, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from tonnage.config import Knobs, LimitKnobs
+    from tonnage.costs.checkpoint import Checkpoint
+    from tonnage.costs.config import ModelConfig
+    from tonnage.hardware import Card
+    from tonnage.peers.launch import Value
+    from tonnage.peers.start import Start
+    from tonnage.peers.which import Asked
+    from tonnage.terms import MemoryPlan, Rank
+
+#: Exit code of a start that its engine would refuse for sure: as for a plan that does not fit.
+REFUSED = 2
+
+Engine = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine",
+        metavar="NAME==VERSION",
+        help="The start of vllm, sglang, trtllm or llamacpp by its own rules; its knobs by --like.",
+        show_default=False,
+    ),
+]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="The engines of --engine and Tonnage's own plan side by side.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Model, device and ranks that every engine is asked for: one rank of each pipeline stage, or the one asked."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint | None
+    card: Card
+    ranks: tuple[Rank, ...]
+    dtype: str | None
+    draft: ModelConfig | None = None
+
+
+def read_engines(texts: Sequence[str]) -> tuple[Asked, ...]:
+    """Raises ``UserError`` for an engine or a release that is not known, and for one that is named twice."""
+    from tonnage.peers.which import read_engine
+
+    asked = tuple(read_engine(text) for text in texts)
+    told = [each.told for each in asked]
+    if len(set(told)) < len(told):
+        raise UserError(f"--engine {texts[-1]} is named twice", remedy="name each engine and release once")
+    return asked
+
+
+def able(asked: Sequence[Asked], rank: Rank) -> tuple[tuple[Asked, ...], tuple[str, ...]]:
+    """Of all engines those that can be split so, with a sentence for each that is left out."""
+    kept = tuple(each for each in asked if rank.tp == 1 or each.name != "llamacpp")
+    out = [
+        f"{each.told} is left out: it gives whole layers to its devices (--pp)." for each in asked if each not in kept
+    ]
+    return kept, tuple(out)
+
+
+def starts_of(
+    asked: Sequence[Asked],
+    likes: Sequence[str],
+    knobs: Knobs,
+    limits: LimitKnobs,
+    place: Place,
+    *,
+    is_compared: bool,
+) -> tuple[Start, ...]:
+    """The predicted starts, in order: of the stage with the fewest tokens, which all others follow.
+
+    Raises ``UserError`` for what an engine would not read.
+    """
+    from tonnage.peers.own_settings import read_settings
+    from tonnage.planner.launches import given_limits, settings_for
+
+    if place.card.kind == "host":
+        raise UserError(
+            "--engine knows starts on cards, and the device is host memory",
+            need="--device NAME of a card, or --memory SIZE",
+            remedy="write --memory 24GiB for a card of that size",
+        )  # fmt: skip
+    own = read_settings(likes, engines=[each.name for each in asked])
+    given = given_limits(knobs, limits)
+    return tuple(
+        _start(each, place, settings_for(each, own[each.name], given, is_compared=is_compared)) for each in asked
+    )
+
+
+def _start(asked: Asked, place: Place, settings: Mapping[str, Value]) -> Start:
+    from dataclasses import replace
+
+    from tonnage.hardware import dtype_warning
+    from tonnage.peers.predict import predict
+    from tonnage.planner.launches import launch_of
+
+    stages = [
+        predict(
+            launch_of(
+                asked, place.config, card=place.card, rank=rank, settings=settings, dtype=place.dtype,
+                checkpoint=place.checkpoint, draft=place.draft,
+            )
+        )
+        for rank in place.ranks
+    ]  # fmt: skip
+    found = min(stages, key=lambda start: 0 if start.tokens is None else start.tokens.best)
+    warning = dtype_warning(place.card, found.launch.dtype or place.config.dtype)
+    return replace(found, notes=(*found.notes, warning)) if warning else found
+
+
+def show_engines(
+    asked: Sequence[Asked],
+    starts: Sequence[Start],
+    *,
+    compared_with: Callable[[], MemoryPlan] | None,
+    notes: tuple[str, ...] = (),
+    as_json: bool,
+) -> int:
+    """Print one start, or several beside our own plan; the exit code."""
+    if compared_with is not None:
+        _show_comparison(asked, starts, compared_with, notes, as_json=as_json)
+        return 0
+    from tonnage.report.peer_start import start_text
+
+    start = starts[0]
+    if as_json:
+        print(start_text(start), end="")
+    else:
+        from tonnage.report.draw import console_for
+        from tonnage.report.peer_start_table import show_start
+
+        show_start(start, console_for(sys.stdout), told=asked[0].told, note=newest_note(asked[0]))
+    return REFUSED if start.starts is False else 0
+
+
+def newest_note(asked: Asked) -> str:
+    """Which release was taken, where none was named."""
+    if not asked.is_newest:
+        return ""
+    return f"none was named: {asked.known.newest} is the newest whose rules are known; write {asked.name}==VERSION"
+
+
+def _show_comparison(
+    asked: Sequence[Asked],
+    starts: Sequence[Start],
+    plan: Callable[[], MemoryPlan],
+    notes: tuple[str, ...],
+    *,
+    as_json: bool,
+) -> None:
+    from tonnage.report.peer_compare import Comparison, compare_text, show_comparison
+
+    refused = ""
+    try:
+        own: MemoryPlan | None = plan()
+    except DoesNotFit as error:
+        own, refused = None, str(error)
+    launch = starts[0].launch
+    if newest := [each.told for each in asked if each.is_newest]:
+        notes = (*notes, f"Releases that were not named are the newest whose rules are known: {', '.join(newest)}.")
+    made = Comparison(
+        model=launch.config.name, device=launch.card.name, device_bytes=launch.card.total_bytes,
+        starts=tuple((each.told, start) for each, start in zip(asked, starts, strict=True)), plan=own, refused=refused,
+        notes=tuple(notes),
+    )  # fmt: skip
+    if as_json:
+        print(compare_text(made), end="")
+        return
+    from tonnage.report.draw import console_for
+
+    show_comparison(made, console_for(sys.stdout))
