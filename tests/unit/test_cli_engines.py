@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 
+from tonnage.peers.corrections import Correction, dumps
 from tonnage.peers.own_settings import OURS, OWN
 from tonnage.peers.predict import RULES
 from tonnage.peers.which import KNOWN
@@ -78,6 +79,29 @@ def test_our_limits_are_theirs_too(tonnage: Program) -> None:
     assert ours == theirs
     assert (ours["kv_dtype"], ours["rank"]["tp"]) == ("float8_e4m3fn", 2)
     assert start_of(tonnage, "--engine", "trtllm", "--graphs", "1,2,4")["settings"] == {"batch_sizes": [1, 2, 4]}
+
+
+def test_what_a_log_taught_is_in_the_start_and_told(
+    tonnage: Program, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    monkeypatch.setitem(RULES, "vllm", REAL)
+    asked = ("--engine", "vllm==0.19")
+    before = start_of(tonnage, *asked)
+    name = next(term["name"] for term in before["terms"] if term["name"].startswith("non-torch"))
+    taught = Correction(
+        engine="vllm", minor="0.19", card=before["device"], tp=1, pp=1, model=before["model"], log="vllm.log",
+        terms={name: 2**30},
+    )  # fmt: skip
+    kept = tmp_path / "kept.json"
+    kept.write_text(dumps([taught]))
+    after = start_of(tonnage, *asked, "--corrections", str(kept))
+    assert before["pool"]["bytes"] - after["pool"]["bytes"] == pytest.approx(2**30, rel=0.01)
+    assert "corrected by a log: vllm.log" in after["notes"][-1]
+    moved = json.loads(
+        tonnage("diff", *H100, "--json", *asked, "--engine", "vllm==0.20", "--corrections", str(kept)).out
+    )
+    assert moved["before_pool_bytes"] == after["pool"]["bytes"]
+    assert "starts of other engines" in refused(tonnage, "plan", *H100, "--corrections", str(kept))
 
 
 def test_a_refused_start_is_shown_and_ends_with_2(tonnage: Program) -> None:

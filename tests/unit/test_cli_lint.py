@@ -63,7 +63,7 @@ def test_stdin_and_annotations(tonnage, monkeypatch: pytest.MonkeyPatch) -> None
         (("lint", "nowhere.sh"), "there is no file nowhere.sh"),
         (("lint", "."), "cannot be read"),
         (("lint", "--engine", "vllm", "--", "vllm", "serve", "m"), "names no release"),
-        (("lint", "--engine", "nim==1.0", "--", "vllm", "serve", "m"), "no engine 'nim'"),
+        (("lint", "--engine", "nim==1.0", "--", "vllm", "serve", "m"), "no rules of an engine 'nim'"),
         (("lint", "--format", "xml", "--", "vllm", "serve", "m"), "no such format"),
         (("lint", "--set", "A", "--", "vllm", "serve", "m"), "no value is given"),
         (("lint", "--", "python", "-c", "1"), "starts no engine"),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tonnage.cli import options as opt
-from tonnage.cli.engines import Engine
+from tonnage.cli.engines import Corrections, Engine
 from tonnage.cli.groups import grouped
 from tonnage.cli.planning import RankOptions
 from tonnage.errors import UserError
@@ -30,6 +30,7 @@ def diff(
     max_seq_len: Context = None,
     dtype: Dtype = None,
     like: opt.LikeOptions,
+    corrections: Corrections = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Show what moved between two plans or runs, how far and why.
@@ -41,8 +42,8 @@ def diff(
     """
     if engine:
         _diff_engines(
-            before, after, engine, device=device, memory=memory, ranks=ranks, like=like, as_json=as_json,
-            pool=opt.PoolOptions(max_seq_len=max_seq_len, dtype=dtype),
+            before, after, engine, device=device, memory=memory, ranks=ranks, like=like, kept=corrections,
+            as_json=as_json, pool=opt.PoolOptions(max_seq_len=max_seq_len, dtype=dtype),
         )  # fmt: skip
         return
     if after is None:
@@ -73,10 +74,12 @@ def _diff_engines(
     ranks: RankOptions,
     pool: opt.PoolOptions,
     like: opt.LikeOptions,
+    kept: str | None,
     as_json: bool,
 ) -> None:
     from tonnage.cli.engines import Place, read_engines, starts_of
     from tonnage.cli.plan import card_of, check_stages
+    from tonnage.peers.corrections import load_corrections
     from tonnage.planner import checkpoint_of, find_config
     from tonnage.planner.ranks import distinct_ranks
     from tonnage.report.peer_diff import diff_starts, show_start_diff, start_diff_text
@@ -93,6 +96,7 @@ def _diff_engines(
     place = Place(
         config=find_config(model), checkpoint=checkpoint_of(model), card=card_of(device, memory, verb="diff"),
         ranks=tuple(distinct_ranks(ranks.rank())), dtype=pool.weights_dtype(),
+        corrections=load_corrections(kept),
     )  # fmt: skip
     first, last = starts_of(asked, like.like or (), pool.knobs(), pool.limits(), place, is_compared=False)
     made = diff_starts(first, last, names=(asked[0].told, asked[1].told))

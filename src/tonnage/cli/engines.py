@@ -13,10 +13,12 @@ from tonnage.errors import DoesNotFit, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tonnage.cli.planning import FeatureOptions, Planning, PolicyOptions
     from tonnage.config import Knobs, LimitKnobs
     from tonnage.costs.checkpoint import Checkpoint
     from tonnage.costs.config import ModelConfig
     from tonnage.hardware import Card
+    from tonnage.peers.corrections import Correction
     from tonnage.peers.launch import Value
     from tonnage.peers.start import Start
     from tonnage.peers.which import Asked
@@ -34,14 +36,89 @@ Engine = Annotated[
         show_default=False,
     ),
 ]
+Corrections = Annotated[
+    str | None,
+    typer.Option(
+        "--corrections",
+        metavar="FILE",
+        help="With --engine: corrections from logs (default: those kept by explain-log --save).",
+        show_default=False,
+    ),
+]
 Compare = Annotated[
     bool, typer.Option("--compare", help="The engines of --engine and Tonnage's own plan side by side.")
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStarts:
+    """Starts of other engines in the place of our own plan, or beside it."""
+
+    engine: Engine = None
+    compare: Compare = False
+    corrections: Corrections = None
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self.engine) or self.compare
+
+    def refuse_others(
+        self, *, explain: bool, output: str | None, features: FeatureOptions, policy: PolicyOptions
+    ) -> None:
+        """Raise ``UserError`` for a flag about our own plan alone beside the start of an engine, and the reverse."""
+        if not self.is_asked:
+            if self.corrections is not None:
+                raise UserError("--corrections is about starts of other engines", remedy="add --engine vllm==0.19")
+            return
+        given = {
+            "--explain": explain, "--output": output, "--policy": policy.policy, "--reference": policy.reference,
+            "--attention": None if self.compare else features.attention,
+            "--without": None if self.compare else features.without,
+        }  # fmt: skip
+        for flag, value in given.items():
+            if value:
+                raise UserError(
+                    f"{flag} is about our own plan, and --engine shows the start of another engine",
+                    remedy="leave one of the two out",
+                )
+
+    def show(
+        self,
+        likes: Sequence[str],
+        knobs: Knobs,
+        limits: LimitKnobs,
+        planning: Planning,
+        card: Card,
+        *,
+        as_json: bool,
+    ) -> int:
+        """Predict and print them, beside our own plan where several are asked for; the exit code."""
+        from tonnage.peers.corrections import load_corrections
+        from tonnage.peers.which import KNOWN
+        from tonnage.planner.ranks import distinct_ranks
+
+        notes: tuple[str, ...] = ()
+        asked = read_engines(self.engine or [known.name for known in KNOWN])
+        if not self.engine:
+            asked, notes = able(asked, planning.rank)
+        is_compared = self.compare or len(asked) > 1
+        stages = distinct_ranks(planning.rank)
+        place = Place(
+            config=planning.config, checkpoint=planning.checkpoint, card=card, dtype=planning.dtype,
+            draft=planning.draft, ranks=tuple(stages) if planning.stage is None else (stages[planning.stage],),
+            corrections=load_corrections(self.corrections),
+        )  # fmt: skip
+        starts = starts_of(asked, likes, knobs, limits, place, is_compared=is_compared)
+        own = (lambda: planning.plan(knobs, limits, card)) if is_compared else None
+        return show_engines(asked, starts, compared_with=own, notes=notes, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Model, device and ranks that every engine is asked for: one rank of each pipeline stage, or the one asked."""
+    """Model, device and ranks that every engine is asked for: one rank of each pipeline stage, or the one asked.
+
+    ``corrections``: what start-up logs of this machine have taught.
+    """
 
     config: ModelConfig
     checkpoint: Checkpoint | None
@@ -49,6 +126,7 @@ class Place:
     ranks: tuple[Rank, ...]
     dtype: str | None
     draft: ModelConfig | None = None
+    corrections: tuple[Correction, ...] = ()
 
 
 def read_engines(texts: Sequence[str]) -> tuple[Asked, ...]:
@@ -104,18 +182,18 @@ def _start(asked: Asked, place: Place, settings: Mapping[str, Value]) -> Start:
     from dataclasses import replace
 
     from tonnage.hardware import dtype_warning
+    from tonnage.peers.corrections import corrected
     from tonnage.peers.predict import predict
     from tonnage.planner.launches import launch_of
 
-    stages = [
-        predict(
-            launch_of(
-                asked, place.config, card=place.card, rank=rank, settings=settings, dtype=place.dtype,
-                checkpoint=place.checkpoint, draft=place.draft,
-            )
+    launches = [
+        launch_of(
+            asked, place.config, card=place.card, rank=rank, settings=settings, dtype=place.dtype,
+            checkpoint=place.checkpoint, draft=place.draft,
         )
         for rank in place.ranks
     ]  # fmt: skip
+    stages = [corrected(predict(launch), place.corrections) for launch in launches]
     found = min(stages, key=lambda start: 0 if start.tokens is None else start.tokens.best)
     warning = dtype_warning(place.card, found.launch.dtype or place.config.dtype)
     return replace(found, notes=(*found.notes, warning)) if warning else found

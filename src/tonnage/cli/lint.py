@@ -62,7 +62,6 @@ def lint(
     from tonnage.planner.linting import lint as lint_commands
 
     form = form or "text"
-    form = form or "text"
     if form not in FORMATS:
         raise InvalidSetting("--format", form, "no such format", remedy="write text, json or github")
     asked = _asked(engine, device, memory, model, num_gpus, users, in_use, corrections)
@@ -112,20 +111,17 @@ def _asked(
 
 
 def read_engine(text: str) -> tuple[str, Version]:
-    """``vllm==0.19`` as its name and release. Raises ``UserError``."""
-    from tonnage.peers.engines import find_engine
-    from tonnage.peers.version import Version
+    """``vllm==0.19`` as its name and release. Raises ``UserError``, also for a name alone: that adds nothing."""
+    from tonnage.peers import which
 
-    name, equals, version = text.partition("==")
-    if not equals:
+    found = which.read_engine(text)
+    if found.is_newest:
         raise UserError(
-            f"--engine {text} names no release", need="NAME==VERSION", remedy="write for example --engine vllm==0.19"
+            f"--engine {text} names no release",
+            need="NAME==VERSION",
+            remedy=f"write for example --engine {found.name}=={found.version}",
         )
-    try:
-        found = find_engine(name, typed=text)
-    except UserError as fault:
-        raise UserError(str(fault.what).replace("--like", "--engine"), remedy="write vllm, sglang or trtllm") from None
-    return found.name, Version.asked(version, knob="--engine")
+    return found.name, found.version
 
 
 def _pairs(texts: Several, flag: str, *, alone: bool = False) -> list[tuple[str, str]]:

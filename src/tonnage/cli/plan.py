@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tonnage.cli import options as opt
-from tonnage.cli.engines import Compare, Engine
+from tonnage.cli.engines import EngineStarts
 from tonnage.cli.groups import grouped
 from tonnage.cli.planning import FeatureOptions, Planning, PolicyOptions, RankOptions
 from tonnage.errors import UserError
@@ -39,21 +39,19 @@ def plan(
     ranks: RankOptions,
     policy: PolicyOptions,
     like: opt.LikeOptions,
-    engine: Engine = None,
-    compare: Compare = False,
+    engines: EngineStarts,
     as_json: opt.AsJson = False,
     explain: Explain = False,
     output: Output = None,
     force: opt.Force = False,
-) -> int | None:
+) -> int:
     """Split a device's memory for a model, with neither at hand.
 
     MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage plan ./llama-3.1-8b --device H100
     """
     if explain and as_json:
         raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")
-    if engine or compare:
-        refuse_beside_engines(explain=explain, output=output, features=features, policy=policy, compare=compare)
+    engines.refuse_others(explain=explain, output=output, features=features, policy=policy)
     knobs, limits = features.knobs(pool), features.limits(pool)
     card = card_of(device, memory, verb="plan")
     check_stages(ranks)
@@ -67,74 +65,30 @@ def plan(
     def plan_with(knobs: Knobs, limits: LimitKnobs, card: Card = card) -> MemoryPlan:
         return planning.plan(knobs, limits, card)
 
-    if engine or compare:
-        return _engines(engine or (), like.like or (), knobs, limits, planning, card, compare=compare, as_json=as_json)
+    if engines.is_asked:
+        return engines.show(like.like or (), knobs, limits, planning, card, as_json=as_json)
     made = with_warnings(plan_like(like.like, knobs, limits, plan_with), planning, card)
     if output is not None:
         write_file(output, plan_text(made), force=force, flag="--output")
     if as_json:
         print(plan_text(made), end="")
-        return None
+    elif explain:
+        show_reasons(made, card, plan_with)
+    else:
+        show_table(made, planning, card)
+    return 0
 
+
+def show_table(made: MemoryPlan, planning: Planning, card: Card) -> None:
+    """The plan of one stage, with a row for each of several stages."""
     from tonnage.report.draw import console_for
     from tonnage.report.table import show_plan
 
-    if explain:
-        show_reasons(made, card, plan_with)
-        return None
     show_plan(made, console_for(sys.stdout))
     if planning.rank.pp > 1:
         from tonnage.report.stages import show_stages
 
         show_stages(planning.stages(made.knobs, made.limit_knobs, card), console_for(sys.stdout))
-    return None
-
-
-def refuse_beside_engines(
-    *, explain: bool, output: str | None, features: FeatureOptions, policy: PolicyOptions, compare: bool
-) -> None:
-    """Raise ``UserError`` for a flag that says something about our own plan alone, beside the start of an engine."""
-    given = {
-        "--explain": explain, "--output": output, "--policy": policy.policy, "--reference": policy.reference,
-        "--attention": None if compare else features.attention, "--without": None if compare else features.without,
-    }  # fmt: skip
-    for flag, value in given.items():
-        if value:
-            raise UserError(
-                f"{flag} is about our own plan, and --engine shows the start of another engine",
-                remedy="leave one of the two out",
-            )
-
-
-def _engines(
-    texts: Sequence[str],
-    likes: Sequence[str],
-    knobs: Knobs,
-    limits: LimitKnobs,
-    planning: Planning,
-    card: Card,
-    *,
-    compare: bool,
-    as_json: bool,
-) -> int:
-    """The starts of other engines, beside our own plan where several are asked for."""
-    from tonnage.cli.engines import Place, able, read_engines, show_engines, starts_of
-    from tonnage.peers.which import KNOWN
-    from tonnage.planner.ranks import distinct_ranks
-
-    notes: tuple[str, ...] = ()
-    asked = read_engines(texts or [known.name for known in KNOWN])
-    if not texts:
-        asked, notes = able(asked, planning.rank)
-    is_compared = compare or len(asked) > 1
-    stages = distinct_ranks(planning.rank)
-    place = Place(
-        config=planning.config, checkpoint=planning.checkpoint, card=card, dtype=planning.dtype, draft=planning.draft,
-        ranks=tuple(stages) if planning.stage is None else (stages[planning.stage],),
-    )  # fmt: skip
-    starts = starts_of(asked, likes, knobs, limits, place, is_compared=is_compared)
-    own = (lambda: planning.plan(knobs, limits, card)) if is_compared else None
-    return show_engines(asked, starts, compared_with=own, notes=notes, as_json=as_json)
 
 
 def show_reasons(made: MemoryPlan, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]) -> None:

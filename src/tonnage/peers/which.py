@@ -61,7 +61,7 @@ def read_engine(text: str, *, flag: str = FLAG) -> Asked:
     if equals and not version:
         raise InvalidSetting(flag, text, "no release behind the name", remedy=f"write {known.name}=={known.newest}")
     if not equals:
-        return Asked(known=known, version=version_of(known, known.newest), is_newest=True)
+        return Asked(known=known, version=newest_of(known), is_newest=True)
     return Asked(known=known, version=version_of(known, version, flag=flag), is_newest=False)
 
 
@@ -76,6 +76,11 @@ def find_known(name: str, *, typed: str) -> Known:
         need=f"one of {', '.join(known.name for known in KNOWN)}",
         remedy=f"write for example {FLAG} vllm==0.19",
     )
+
+
+def newest_of(known: Known) -> Version:
+    """The newest release whose rules are known."""
+    return version_of(known, known.newest)
 
 
 def version_of(known: Known, text: str, *, flag: str = FLAG) -> Version:

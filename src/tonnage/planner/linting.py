@@ -13,13 +13,13 @@ from tonnage.hardware import Card, find_card
 from tonnage.peers.commands import Command, settings_of
 from tonnage.peers.commands.meaning import drafts_inside
 from tonnage.peers.corrections import Correction, corrected
-from tonnage.peers.engines import ENGINES
 from tonnage.peers.lint import Case, Finding, Linted, Severity, flagged, layout, sharing
 from tonnage.peers.lint.case import Weights, check_settings
 from tonnage.peers.lint.check import in_order, predicted
 from tonnage.peers.lint.parallel import parallel_of
 from tonnage.peers.start import Start
 from tonnage.peers.version import Version
+from tonnage.peers.which import find_known, newest_of
 from tonnage.planner.weights import checkpoint_of, weights_of
 from tonnage.terms import Quantity, Rank
 
@@ -128,9 +128,8 @@ def version_of(command: Command, asked: tuple[str, Version] | None) -> tuple[Ver
         return Version.read(command.version), False
     if asked is not None and asked[0] == command.engine:
         return asked[1], False
-    newest = next(engine.version for engine in ENGINES if engine.name == command.engine)
-    read = Version.read(newest)
-    return (read if read.first is not None else Version.read("1.2")), True
+    known = find_known(command.engine, typed=command.engine)
+    return newest_of(known), True
 
 
 def card_of(command: Command, asked: Card | None) -> Card:
