@@ -10,9 +10,11 @@ import pytest
 from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 
 from tonnage.peers.corrections import Correction, dumps
+from tonnage.peers.loading import PACKINGS
 from tonnage.peers.own_settings import OURS, OWN
 from tonnage.peers.predict import RULES
 from tonnage.peers.which import KNOWN
+from tonnage.units import GiB
 
 Program = Callable[..., Ended]
 
@@ -102,6 +104,19 @@ def test_what_a_log_taught_is_in_the_start_and_told(
     )
     assert moved["before_pool_bytes"] == after["pool"]["bytes"]
     assert "starts of other engines" in refused(tonnage, "plan", *H100, "--corrections", str(kept))
+
+
+def test_plain_weights_may_be_packed_as_they_are_loaded(tonnage: Program) -> None:
+    def weights(engine: str, *packing: str) -> int:
+        likes = [word for name in packing for word in ("--like", f"{engine}:quantization={name}")]
+        made = start_of(tonnage, "--engine", engine, *likes)
+        return next(term["bytes"] for term in made["terms"] if term["name"] == "weights")
+
+    for engine in ("vllm", "sglang"):
+        found = weights(engine), *(weights(engine, name) for name in PACKINGS)
+        assert found == pytest.approx((14.96 * GiB, 8.46 * GiB, 5.61 * GiB), rel=2e-3)
+    told = refused(tonnage, "plan", *H100, "--engine", "vllm", "--like", "vllm:quantization=awq")
+    assert "write fp8 or bitsandbytes, or give the checkpoint that is packed" in told
 
 
 def test_a_refused_start_is_shown_and_ends_with_2(tonnage: Program) -> None:

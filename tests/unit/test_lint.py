@@ -296,8 +296,22 @@ def test_the_fake_rules_are_those_that_are_asked(model) -> None:
 
 
 def test_weights_that_are_not_counted_as_they_will_be(model) -> None:
-    command = """vllm serve m --quantization fp8 --speculative-config '{"model": "d", "num_speculative_tokens": 3}'"""
+    command = (
+        """vllm serve m --quantization torchao --speculative-config '{"model": "d", "num_speculative_tokens": 3}'"""
+    )
     found = codes(command, model("llama-3.1-8b"))
     assert "draft model d" in found["TN043"].what
-    assert "--quantization fp8" in found["TN044"].what
+    assert "--quantization torchao" in found["TN044"].what
     assert not {"TN043", "TN044"} & codes("vllm serve m", model("llama-3.1-8b")).keys()
+
+
+def test_plain_weights_are_packed_as_they_are_loaded(model) -> None:
+    """8.46 GiB: 6.98e9 elements of the layers' matrices in a byte each, embeddings and head in two."""
+    known = model("llama-3.1-8b")
+    (plain,) = linted("vllm serve m", known)
+    (packed,) = linted("vllm serve m --quantization fp8", known)
+    assert plain.start is not None
+    assert packed.start is not None
+    assert plain.start.launch.weights.bytes == pytest.approx(14.96 * GiB, rel=1e-3)
+    assert packed.start.launch.weights.bytes == pytest.approx(8.46 * GiB, rel=1e-3)
+    assert "TN044" not in {finding.code for finding in packed.findings}

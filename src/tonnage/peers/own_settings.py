@@ -22,6 +22,8 @@ from tonnage.units import MiB, parse_count, parse_fraction
 
 #: Where the value goes that is no setting of the engine but a field of the launch.
 KV_DTYPE, DTYPE = "kv_dtype", "dtype"
+#: How plain weights are packed as they are loaded.
+QUANTIZATION = "quantization"
 #: The largest ratio that anybody would mean.
 _MOST_RATIO = 1000
 
@@ -115,6 +117,7 @@ _VLLM = (
     _knob("block_size", read.count),
     _knob("kv_cache_dtype", cache_dtype, field=KV_DTYPE),
     _knob("dtype", read.dtype, field=DTYPE),
+    _knob(QUANTIZATION, word),
     _knob("enforce_eager", read.switch_on),
     _knob("cudagraph_capture_sizes", sizes, "cuda_graph_sizes"),
     _knob("max_cudagraph_capture_size", read.count, "max_capture_size"),
@@ -145,6 +148,7 @@ _SGLANG = (
     _knob("page_size", read.count),
     _knob("kv_cache_dtype", cache_dtype, field=KV_DTYPE),
     _knob("dtype", read.dtype, field=DTYPE),
+    _knob(QUANTIZATION, word),
     _knob("disable_cuda_graph", read.switch_on),
     _knob("disable_prefill_cuda_graph", read.switch_on, "disable_piecewise_cuda_graph"),
     _knob("cuda_graph_bs", sizes, "cuda_graph_bs_decode"),

@@ -8,10 +8,11 @@ from tonnage.config import Knobs, LimitKnobs
 from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
-from tonnage.errors import UserError
+from tonnage.errors import InvalidSetting, UserError
 from tonnage.hardware import Card
 from tonnage.peers.launch import Launch, Value
-from tonnage.peers.own_settings import DTYPE, KV_DTYPE, ours_as_theirs
+from tonnage.peers.loading import PACKINGS, as_loaded
+from tonnage.peers.own_settings import DTYPE, KV_DTYPE, QUANTIZATION, ours_as_theirs
 from tonnage.peers.which import Asked
 from tonnage.planner.weights import weights_of
 from tonnage.terms import Rank
@@ -33,13 +34,23 @@ def launch_of(
 ) -> Launch:
     """The launch of one rank. ``settings`` may hold the launch's own fields (``own_settings``).
 
-    Raises ``InvalidSetting`` for a dtype, or for a rank that does not divide the model.
+    Raises ``InvalidSetting`` for a dtype, a packing that is not known, or a rank that does not divide the model.
     """
     own = dict(settings)
     element = own.pop(DTYPE, None) or dtype
     kv_dtype = own.pop(KV_DTYPE, None)
     weights_dtype = parse_dtype(str(element or config.dtype), knob="dtype", allowed=WEIGHT_DTYPES)
     drafts = any(own.get(name) for name in _DRAFTING)
+    loaded = as_loaded(config, own.get(QUANTIZATION))
+    if loaded is None:
+        raise InvalidSetting(
+            QUANTIZATION,
+            str(own[QUANTIZATION]),
+            "what becomes of weights that are not packed is not known",
+            remedy=f"write {' or '.join(PACKINGS)}, or give the checkpoint that is packed",
+        )
+    if loaded is not config:
+        config, checkpoint = loaded, None  # its headers say how it is stored
     weights = weights_of(config, dtype=weights_dtype, rank=rank, checkpoint=checkpoint, drafts=drafts, draft=draft)
     return Launch(
         engine=asked.name,

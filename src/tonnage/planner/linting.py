@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.models import find_config
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UserError
@@ -17,6 +18,8 @@ from tonnage.peers.lint import Case, Finding, Linted, Severity, flagged, layout,
 from tonnage.peers.lint.case import Weights, check_settings
 from tonnage.peers.lint.check import in_order, predicted
 from tonnage.peers.lint.parallel import parallel_of
+from tonnage.peers.loading import as_loaded
+from tonnage.peers.own_settings import QUANTIZATION
 from tonnage.peers.start import Start
 from tonnage.peers.version import Version
 from tonnage.peers.which import find_known, newest_of
@@ -166,21 +169,23 @@ def case_of(
     except (ModelNotFound, ModelConfigError) as fault:
         raise UserError(fault.what, remedy=f"give its shape: --model {command.model}=FOLDER") from None
     corrections = tuple(asked.corrections)
+    loaded = as_loaded(config, settings.get(QUANTIZATION)) or config
+    drafts = drafts_inside(command.engine, settings)
+    checkpoint = checkpoint_of(path) if loaded is config else None  # its headers say how it is stored
     return Case(
         command=command,
         version=version,
-        config=config,
+        config=loaded,
         card=card,
-        weights=weights_by_rank(config, path, drafts=drafts_inside(command.engine, settings)),
+        weights=weights_by_rank(loaded, checkpoint, drafts=drafts),
         settings=settings,
         in_use_bytes=asked.in_use_bytes,
         correct=(lambda start: corrected(start, corrections)) if corrections else (lambda start: start),
     )
 
 
-def weights_by_rank(config: ModelConfig, path: str, *, drafts: bool = False) -> Weights:
-    """Bytes of one rank's weights, each counted once; the headers of a checkpoint at hand are read once."""
-    checkpoint = checkpoint_of(path)  # ``drafts``: layers for multi-token prediction are loaded too
+def weights_by_rank(config: ModelConfig, checkpoint: Checkpoint | None, *, drafts: bool = False) -> Weights:
+    """Bytes of one rank's weights, each counted once. ``drafts``: layers for multi-token prediction are loaded too."""
     known: dict[tuple[Rank, str | None], Quantity] = {}
 
     def weights(rank: Rank, dtype: str | None) -> Quantity:

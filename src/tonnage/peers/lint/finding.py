@@ -46,7 +46,7 @@ CODES: Mapping[str, str] = {
     "TN041": "graphs are switched off",
     "TN042": "layers with windows or states are held in full",
     "TN043": "a draft model beside it is not counted",
-    "TN044": "weights are quantised as they are loaded",
+    "TN044": "weights are quantised as they are loaded, and into what is not known",
     "TN050": "a correction from a log was applied",
 }
 
