@@ -42,6 +42,19 @@ LATENT = {
     "v_head_dim": 12,
     "head_dim": 8,
 }
+COMPRESSED = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "q_lora_rank": 24,
+    "o_lora_rank": 20,
+    "o_groups": 2,
+    "num_key_value_heads": 1,
+    "index_head_dim": 8,
+    "index_n_heads": 4,
+    "sliding_window": 32,
+    "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+}
 NO_HEAD_DIM = {"head_dim": None}
 NO_GROUPS = {"num_key_value_heads": None}
 CONVS = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
@@ -58,6 +71,9 @@ CASES: list[tuple[str, dict[str, object]]] = [
     ("qwen3_moe", {**EXPERTS, "num_experts": 6}),
     ("qwen3_moe", {**EXPERTS, "num_experts": 6, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     ("deepseek_v2", {**LATENT, **ROUTED, "q_lora_rank": None}),
+    ("deepseek_v2", {**LATENT, **ROUTED, "q_lora_rank": 24}),
+    ("deepseek_v4", COMPRESSED),
+    ("deepseek_v4", {**COMPRESSED, "o_groups": 4, "hc_mult": 2, "index_n_heads": 2, "qk_rope_head_dim": 4}),
     ("deepseek_v3", {**LATENT, **ROUTED, "q_lora_rank": 24, "n_shared_experts": 2}),
     ("deepseek_v3", {**LATENT, **ROUTED, "q_lora_rank": 24, "attention_bias": True}),
     ("deepseek_v32", {**LATENT, **ROUTED, "q_lora_rank": 24, "index_n_heads": 4, "index_head_dim": 16}),

@@ -52,6 +52,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PLAN = f"plan {LLAMA}"
+NAMED = ("Llama 3.1 8B", str(LLAMA))
 
 #: command line -> what its paragraph must hold. "|" separates the pieces.
 BAD = {
@@ -98,6 +99,8 @@ BAD = {
     "plan ./nowhere --memory 80GiB": "./nowhere|no such folder or file|To change: ",
     "plan nobody/nothing --memory 80GiB": "nobody/nothing|no such folder|To change: ",
     "plan empty --memory 80GiB": "empty|no config.json|To change: ",
+    "plan llama-3.1-9b --memory 80GiB": "llama-3.1-9b|no such folder or built-in shape|close: llama-3.1-8b|To change: ",
+    "plan ling-3.0-flash --memory 80GiB": "not among the built-in shapes|give its config.json",
     "plan badjson --memory 80GiB": "badjson|cannot be read|To change: ",
     "plan nolayers --memory 80GiB": "nolayers|num_hidden_layers",
     # files
@@ -212,6 +215,22 @@ def test_the_help_says_defaults_of_planner_and_host(tonnage: Program, verb: str)
     told = " ".join(tonnage(verb, "--help").out.split())
     assert f"(default {DEFAULT_MAX_BATCH_SIZE}; 32 on the host)" in told
     assert f"(default {DEFAULT_MAX_NUM_TOKENS}; 512 on the host)" in told
+
+
+@pytest.mark.parametrize("verb", ["plan", "fit", "curve"])
+def test_the_built_in_shapes_are_listed(tonnage: Program, files: Path, verb: str) -> None:
+    ended = tonnage(verb, "help")
+    assert (ended.code, ended.err) == (0, "")
+    assert all(name in ended.out for name in ("smollm2", "llama-3.1-8b", "meta-llama/Llama-3.1-8B", "inferred *"))
+    assert tonnage(verb, "HELP", "--memory", "nonsense").out == ended.out
+    (files / "help").mkdir()  # a folder of that name is a model, if a bad one
+    assert tonnage(verb, "help").code == 2
+
+
+def test_a_built_in_shape_is_planned_like_its_folder(tonnage: Program, files: Path) -> None:
+    named, folder = (json.loads(tonnage("plan", model, "--device", "H100", "--json").out) for model in NAMED)
+    assert named["lines"] == folder["lines"]
+    assert named["kv"] == folder["kv"]
 
 
 @pytest.mark.parametrize("command", ["report zero.json", "report nested.json", "diff plan.json zero.json"])

@@ -26,7 +26,10 @@ NUM_OWN, NUM_PADDED = 56, 5
 
 
 def layout_of(row: shapes.Logged) -> KVLayout:
-    return kv_layout(shapes.config(row.key), kv_dtype=row.kv_dtype, rank=Rank(size=row.tp, tp=row.tp))
+    config = shapes.config(row.key)
+    # Left to themselves, these engines compute a model published in float32 in float16, and its cache follows.
+    followed = "fp16" if config.dtype == "float32" else None
+    return kv_layout(config, kv_dtype=row.kv_dtype or followed, rank=Rank(size=row.tp, tp=row.tp))
 
 
 VERSIONS = {row["id"]: row["engine_version"] for row in shapes.starts()}

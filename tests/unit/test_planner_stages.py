@@ -38,7 +38,7 @@ def test_stages_with_units_of_their_own_hold_the_same_tokens(key, pp, rows):
 
 
 REFUSED = [
-    ("gpt-oss-20b", 24 * GiB, {"max_seq_len": 32768}, 2),
+    ("gpt-oss-20b", 8 * GiB, {"max_seq_len": 32768}, 2),
     ("llama-3.1-8b", 8 * GiB, {"max_seq_len": 4096, "max_batch_size": 16}, 2),
     ("qwen3.6-27b", 20 * GiB, {"max_seq_len": 8192}, 3),
     ("gemma-3-27b", 20 * GiB, {"max_seq_len": 16384, "max_batch_size": 8}, 3),

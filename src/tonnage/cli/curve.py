@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @grouped
 def curve(
     *,
-    model: opt.Model,
+    model: opt.PlannedModel,
     device: opt.Device = None,
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
@@ -29,7 +29,8 @@ def curve(
 ) -> None:
     """Draw how cache and scratch share a device's memory.
 
-    MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage curve ./llama-3.1-8b --device H100
+    MODEL is a folder, a config.json, a hub id, or a built-in shape (tonnage curve help lists them).
+    Example: tonnage curve llama-3.1-8b --device H100
     """
     knobs, limits = features.knobs(pool), features.limits(pool)
     card = card_of(device, memory, verb="curve")

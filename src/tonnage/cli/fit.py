@@ -115,7 +115,7 @@ class _Asked:
 @grouped
 def fit(
     *,
-    model: opt.Model,
+    model: opt.PlannedModel,
     device: opt.Device = None,
     memory: opt.Memory = None,
     goal: GoalOptions,
@@ -128,7 +128,7 @@ def fit(
 ) -> None:
     """Choose what was left open, giving up as little as needed.
 
-    MODEL is as in tonnage plan. Example: tonnage fit ./llama-3.1-8b --device H100 --goal longest-context
+    MODEL is as in tonnage plan. Example: tonnage fit llama-3.1-8b --device H100 --goal longest-context
 
     A workload is --users 64 --prompt-tokens 4000 --output-tokens 1000; --least-memory and --least-ranks turn it around.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
@@ -26,11 +27,24 @@ def argument(metavar: str) -> typer.models.ArgumentInfo:
 
 
 Model = Annotated[str, argument("MODEL")]
+PlannedModel = Annotated[
+    str, typer.Argument(metavar="MODEL", hidden=True, is_eager=True, callback=lambda asked: _list_shapes(asked))
+]
 Device = Annotated[Text, option("--device", "NAME", "A card by name (H100), or host with --memory.")]
 Memory = Annotated[Text, option("--memory", "SIZE", "Size of the device, such as 80GiB.")]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]
 Force = Annotated[bool, typer.Option("--force", help="Write over files that exist.")]
+
+
+def _list_shapes(model: str) -> str:
+    """``help`` in place of MODEL prints every built-in shape and ends, unless a folder has that name."""
+    if model.strip().lower() == "help" and not Path(model).exists():
+        from tonnage.costs.shapes import help_text
+
+        print(help_text(), end="")
+        raise typer.Exit
+    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ Explain = Annotated[bool, typer.Option("--explain", help="Say in sentences how t
 @grouped
 def plan(
     *,
-    model: opt.Model,
+    model: opt.PlannedModel,
     device: opt.Device = None,
     memory: opt.Memory = None,
     pool: opt.PoolOptions,
@@ -47,7 +47,8 @@ def plan(
 ) -> int:
     """Split a device's memory for a model, with neither at hand.
 
-    MODEL is a folder, a config.json, smollm2, or a hub id. Example: tonnage plan ./llama-3.1-8b --device H100
+    MODEL is a folder, a config.json, a hub id, or a built-in shape (tonnage plan help lists them).
+    Example: tonnage plan llama-3.1-8b --device H100
     """
     if explain and as_json:
         raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")

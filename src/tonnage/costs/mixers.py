@@ -170,10 +170,17 @@ class _Mixers:
             qk_rope_head_dim=fields.count("qk_rope_head_dim"),
             qk_nope_head_dim=fields.count("qk_nope_head_dim"),
             v_head_dim=self._latent_values(),
-            q_lora_rank=fields.optional("q_lora_rank") or None,
+            q_lora_rank=self._query_rank(),
             index_head_dim=fields.optional("index_head_dim") if self._has_indexer(layer) else 0,
             num_index_heads=fields.optional("index_n_heads") if self._has_indexer(layer) else 0,
         )
+
+    def _query_rank(self) -> int | None:
+        """None where queries have no latent: published files say so with a null, which is no missing field."""
+        given = self.fields.own
+        if "q_lora_rank" in given and given["q_lora_rank"] is None:
+            return None
+        return self.fields.optional("q_lora_rank") or None
 
     def _latent_values(self) -> int:
         """Elements of a value head; one early family takes the width over the heads where the file is silent."""

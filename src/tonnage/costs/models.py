@@ -1,4 +1,4 @@
-"""From what a user types for MODEL to a ``ModelConfig``: a folder, a config.json, an alias, or a hub id."""
+"""From what a user types for MODEL to a ``ModelConfig``: a folder, a config.json, a built-in shape, or a hub id."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from pathlib import Path
 
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.gguf import gguf_files
+from tonnage.costs.shapes import close_shapes, find_shape
 from tonnage.errors import ModelNotFound
 
-#: Models whose shape comes with the package: alias -> (file under costs/data, name shown).
+#: The model whose whole config.json comes with the package: alias -> (file under costs/data, name shown).
 EMBEDDED = {"smollm2": ("smollm2-135m-instruct.json", "SmolLM2-135M-Instruct")}
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _HUB_ID_LENGTH = 96  # the hub's own limit
 _HUB_SECONDS = 5
 _REMEDY = "check the name, or download the model where there is a network and give its folder"
-_UNNAMED_REMEDY = "name a folder, a config.json, smollm2, or a hub id"
+_UNNAMED_REMEDY = "name a folder, a config.json, a built-in shape such as llama-3.1-8b, or a hub id"
 
 
 def find_config(model: str | os.PathLike[str]) -> ModelConfig:
-    """The shape of MODEL. A path that exists wins over an alias, an alias over the hub.
+    """The shape of MODEL. A path that exists wins over a built-in shape, and that over the hub and its cache.
 
     Raises ``ModelNotFound`` where nothing of that name is within reach, ``ModelConfigError`` where its config.json
     cannot be used. Nothing but config.json is downloaded.
@@ -34,12 +35,16 @@ def find_config(model: str | os.PathLike[str]) -> ModelConfig:
         return ModelConfig.read(path)
     if text.lower() in EMBEDDED:
         return embedded_config(text.lower())
+    if not is_folder and (shape := find_shape(text)) is not None:
+        return shape.read()
     if not text.strip():
         raise ModelNotFound("no model is named", knob="model", value=text, remedy=_UNNAMED_REMEDY)
     if is_folder:
         raise ModelNotFound(f"{text}: the folder holds no config.json", knob="model", value=text, remedy=_REMEDY)
     if not _HUB_ID.match(text) or len(text) > _HUB_ID_LENGTH or text.endswith(".json"):
-        raise ModelNotFound(f"{text[:200]!r}: no such folder or file", knob="model", value=text, remedy=_REMEDY)
+        raise ModelNotFound(
+            f"{text[:200]!r}: no such folder or file{_close(text)}", knob="model", value=text, remedy=_REMEDY
+        )
     return ModelConfig.read(_hub_config(text), name=text)
 
 
@@ -65,7 +70,10 @@ def _hub_config(model: str) -> str:
         import huggingface_hub  # a quarter of a second: only where the hub is asked
     except ImportError:
         raise ModelNotFound(
-            f"{model}: no such folder, and huggingface_hub is not installed", knob="model", value=model, remedy=_REMEDY
+            f"{model}: no such folder or built-in shape, and huggingface_hub is not installed{_close(model)}",
+            knob="model",
+            value=model,
+            remedy=_REMEDY,
         ) from None
     with _silence():
         try:
@@ -78,11 +86,18 @@ def _hub_config(model: str) -> str:
             return str(huggingface_hub.hf_hub_download(model, "config.json", etag_timeout=_HUB_SECONDS))
         except Exception as error:  # noqa: BLE001 - the client raises a dozen unrelated types; all mean the same here
             raise ModelNotFound(
-                f"{model}: no such folder, and the hub did not give its config.json ({_why(error)})",
+                f"{model}: no such folder or built-in shape, and the hub did not give its config.json ({_why(error)})"
+                + _close(model),
                 knob="model",
                 value=model,
                 remedy=_REMEDY,
             ) from None
+
+
+def _close(text: str) -> str:
+    """Built-in shapes that are spelt much like it."""
+    near = close_shapes(text[:_HUB_ID_LENGTH])
+    return f"; close: {', '.join(near)}" if near else ""
 
 
 def _why(error: Exception) -> str:

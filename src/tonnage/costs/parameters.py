@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tonnage.costs.compressed import Compressed, compressed_tensors
 from tonnage.costs.layers import Attention, Dense, Experts, FeedForward, Latent, Layer
 from tonnage.costs.recurrent import recurrent_tensors
 from tonnage.costs.tensors import Component, Cut, Tensor, matrix, vector
@@ -22,17 +23,21 @@ class Build:
     """What every layer needs to know: the model's width, its class's habits, and the rank's cut.
 
     expert_hidden  inputs of the routed experts where they work on a narrower vector than the model's, else 0
+    compressed     the sizes of a model that keeps its past in compressed entries
     """
 
     hidden: int
     traits: Traits
     cut: Cut
     expert_hidden: int = 0
+    compressed: Compressed | None = None
 
 
 def layer_tensors(layer: Layer, build: Build) -> Iterator[Tensor]:
     """The tensors of one layer, norms last."""
-    for mixer in layer.mixers:
+    if build.compressed is not None:
+        yield from compressed_tensors(layer, build.compressed, build.cut)
+    for mixer in layer.mixers if build.compressed is None else ():
         if isinstance(mixer, Attention):
             yield from _attention(mixer, build)
         elif isinstance(mixer, Latent):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from tonnage.costs.checkpoint import Checkpoint
+from tonnage.costs.compressed import Compressed, hyper_head
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 from tonnage.costs.extras import expert_hidden, layer_extras, model_extras, settled
@@ -154,7 +155,7 @@ def _span(tensor: Tensor, packing: Packing | None, prefix: str, word: int) -> Sp
     is_table = tensor.component is Component.EMBEDDINGS
     can_pack = tensor.can_pack or (packing is not None and packing.packs_embeddings and is_table)
     if packing is not None and can_pack and _is_packed(tensor, packing, prefix):
-        return packing.span(tensor.rows, tensor.columns).times(tensor.count)
+        return packing.of_part(tensor.component).span(tensor.rows, tensor.columns).times(tensor.count)
     wide = tensor.num_elements * (DTYPE_BYTES["float32"] if tensor.is_buffer else word)
     if tensor.component is Component.TOWERS and packing is not None and tensor.can_pack:
         return Span(bytes=wide, low=packing.span(tensor.rows, tensor.columns).low, high=wide)
@@ -177,12 +178,17 @@ def _tensors(
     """(tensor, how often, the name its module starts with) of everything on one rank."""
     shape, cut = rank_shape(config, rank), Cut.of(rank)
     traits, _known = traits_of(config)
-    build = Build(hidden=config.hidden_size, traits=traits, cut=cut, expert_hidden=expert_hidden(config))
+    compressed = Compressed.of(config)
+    build = Build(
+        hidden=config.hidden_size, traits=traits, cut=cut, expert_hidden=expert_hidden(config), compressed=compressed
+    )
     for tensor in _ends(config, shape, cut, traits):
         yield tensor, 1, "model."
     for layer, numbers in _layers(config, shape, packing):
         for tensor in (*layer_tensors(layer, build), *layer_extras(config, layer)):
             yield tensor, len(numbers), f"model.layers.{numbers[0]}."
+    if compressed is not None and shape.has_head:
+        yield hyper_head(compressed), 1, "model."
     if shape.has_embeddings:
         for tensor in tower_tensors(config)[0]:
             yield tensor, 1, ""

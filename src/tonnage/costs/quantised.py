@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from fractions import Fraction
 
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.layers import Quantisation
 from tonnage.costs.packing import packing_section
+from tonnage.costs.tensors import Component
 from tonnage.costs.traits import inner_raw
 from tonnage.errors import UnsupportedModel
 from tonnage.units import ceil_div, round_up
@@ -53,12 +54,14 @@ class Packing:
     """How one checkpoint packs: ``Packing.of(config)``, then ``keeps(module)`` and ``span(rows, columns)``.
 
     options  the raw section of config.json, for what the common fields do not tell
+    expert_scheme  how routed experts are packed where config.json has an ``expert_dtype`` for them alone
     """
 
     scheme: Quantisation
     options: Mapping[str, object]
     names: frozenset[str]
     pattern: re.Pattern[str] | None
+    expert_scheme: Quantisation | None = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> Packing | None:
@@ -71,7 +74,18 @@ class Packing:
                 remedy=f"use a checkpoint packed as {', '.join(_FORMATS)}, or one that is not packed",
             )
         names, pattern = _kept(config.quantisation.kept)
-        return cls(config.quantisation, packing_section(config.raw, inner_raw(config)), names, pattern)
+        raw = inner_raw(config)
+        # Two elements a byte, and an exponent of one byte for every 32 of them.
+        narrow = (
+            Quantisation(method="mxfp4", format="mxfp4", group_size=32) if raw.get("expert_dtype") == "fp4" else None
+        )
+        return cls(config.quantisation, packing_section(config.raw, raw), names, pattern, narrow)
+
+    def of_part(self, component: Component) -> Packing:
+        """The packing of one component: a checkpoint may have its experts narrower than everything else."""
+        if component is not Component.EXPERTS or self.expert_scheme is None:
+            return self
+        return replace(self, scheme=self.expert_scheme)
 
     @property
     def packs_towers(self) -> bool:

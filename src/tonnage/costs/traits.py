@@ -99,6 +99,7 @@ TRAITS: dict[str, Traits] = {
     "gemma3_text": _GEMMA3,
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _DEEPSEEK),
     "deepseek_v2": Traits(),
+    "deepseek_v4": Traits(router_correction=True),  # its attention: costs/compressed.py
     "gpt_oss": Traits(attention_bias=_BIASED, sinks=True, router_bias=True, expert_bias=True),
     "granitemoe": _ATTENTION_BIAS,
     "granitemoeshared": _ATTENTION_BIAS,

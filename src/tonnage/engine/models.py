@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tonnage.costs.shapes import find_shape
 from tonnage.errors import ModelConfigError, ModelNotFound, UnsupportedModel
 
 #: Package that carries SmolLM2-135M-Instruct as GGUF (Apache-2.0). Its own code is never imported.
@@ -51,6 +52,13 @@ def model_folder(model: str, *, needs_weights: bool = True) -> Path:
         path = path.parent
     if path.is_dir():
         return _checked(path, needs_weights=needs_weights)
+    if not path.exists() and "/" not in model and (shape := find_shape(model)) is not None:
+        raise ModelNotFound(
+            f"{shape.name} is a built-in shape, for plans alone: its weights do not come with the package",
+            knob="MODEL",
+            value=model,
+            remedy=f"give the folder that holds the model, or its hub id; tonnage plan {shape.name} plans without it",
+        )
     if path.exists() or not _HUB_ID.match(model):
         raise ModelNotFound(
             f"No model at {model!r}",
