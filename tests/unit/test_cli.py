@@ -58,9 +58,11 @@ NAMED = ("Llama 3.1 8B", str(LLAMA))
 BAD = {
     # what the device is
     PLAN: "does not know the device|Need: --device NAME or --memory SIZE|To change: add --device H100",
-    f"{PLAN} --device B200 --memory 178GiB": "B200 is not in the catalogue|alone, such as --memory 45GiB",
+    f"{PLAN} --device A40 --memory 44GiB": "A40 is not in the catalogue|alone, such as --memory 45GiB",
     f"{PLAN} --device H100 --memory 80GiB": "both say how large|Need: one of them|--device H100 --total-bytes 80GiB",
     f"{PLAN} --device H1000": "'H1000'|not in the catalogue|close: H100|To change: use one of",
+    f"{PLAN} --gpu H1000": "'H1000'|not in the catalogue|close: H100",
+    f"{PLAN} --gpu h200-5g.99gb": "H200 has no MIG profile 5g.99gb|To change: use one of 1g.18gb",
     f"{PLAN} --device host": "host memory has no size|add --memory",
     # sizes
     f"{PLAN} --memory 0": "--memory = '0'|zero|To change: write",
@@ -225,6 +227,12 @@ def test_the_built_in_shapes_are_listed(tonnage: Program, files: Path, verb: str
     assert tonnage(verb, "HELP", "--memory", "nonsense").out == ended.out
     (files / "help").mkdir()  # a folder of that name is a model, if a bad one
     assert tonnage(verb, "help").code == 2
+
+
+def test_gpu_is_another_word_for_device(tonnage: Program) -> None:
+    asked = [tonnage("plan", "smollm2", flag, "h100-80", "--json") for flag in ("--device", "--gpu")]
+    assert asked[0] == asked[1]
+    assert asked[0].code == 0
 
 
 def test_a_built_in_shape_is_planned_like_its_folder(tonnage: Program, files: Path) -> None:

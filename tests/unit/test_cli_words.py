@@ -19,7 +19,7 @@ BAD = {
     f"curve {LLAMA} --device H100 --stage-layers 8,8,16": "3 pipeline stages|add --pp 3",
     f"plan {LLAMA} --device H100 --pp 2 --stage-layers 16,8,8": "partition",
     f"plan {LLAMA} --device A100": "several sizes of this card|A100-40GB or A100-80GB",
-    f"plan {LLAMA} --device B200": "no log at hand|--memory",
+    f"plan {LLAMA} --device A40": "no log at hand|--memory",
     f"plan {LLAMA} --device H100 --like vllm:tensor_parallel_size=4": "use --tp 4",
 }
 

@@ -14,7 +14,7 @@ from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.errors import DoesNotFit
-from tonnage.hardware import CARDS, find_card, generic_card, host_card
+from tonnage.hardware import CARDS, Form, find_card, generic_card, host_card
 from tonnage.planner import find_config, plan_ranks, plan_without_device
 from tonnage.planner.fit import fit
 from tonnage.planner.host_tier import (
@@ -44,7 +44,9 @@ def test_rates_are_below_the_wire_and_above_what_is_commonly_seen(link, least, m
 
 
 def test_every_card_of_the_catalogue_has_a_link():
-    assert set(LINKS) == {card.name for card in CARDS}
+    assert set(LINKS) == {card.name for card in CARDS if card.form is not Form.UNIFIED}
+    assert {link_of(card) for card in CARDS if card.form is Form.UNIFIED} == {None}
+    assert link_of(find_card("H100 3g.40gb")) == link_of(find_card("H100")) == GEN5
     assert link_of(generic_card(8 * GiB)) == GEN4
     assert link_of(host_card(8 * GiB)) is None
 

@@ -69,7 +69,9 @@ def test_an_in_process_plan_is_quick():
 def test_cards(card):
     made = checked(plan_without_device(LLAMA_8B, card=card))
     assert (made.device_name, made.device_bytes) == (card.name, card.total_bytes)
-    assert bool(made.warnings) == (made.limits.max_seq_len < 131_072 or card.total.low != card.total.high)
+    assert bool(made.warnings) == (
+        made.limits.max_seq_len < 131_072 or card.total.low != card.total.high or bool(card.warnings)
+    )
 
 
 def test_the_host_has_no_graphs_and_keeps_books_on_the_device():

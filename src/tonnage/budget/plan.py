@@ -8,6 +8,8 @@ lines that come out are each >= 0 and sum exactly to the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.budget.charges import not_charged
 from tonnage.budget.inputs import PlanInputs
 from tonnage.budget.lines import partition
@@ -58,17 +60,18 @@ def _pool(solved: Solved) -> KVPool:
 def _bar(solved: Solved) -> tuple[int, int]:
     """KV bytes with every other line at its high, and at its low; caps that are no matter of money still hold."""
     budget, charged, price = solved.budget, solved.charged, solved.price
+    foreign = solved.inputs.measured.foreign_bytes
     fixed_caps = [cap.kv_bytes for cap in solved.caps if cap.name in POOL_CAPS]
 
-    def at(fixed_change: int) -> int:
-        rest = budget.rest - fixed_change
+    def at(fixed_change: int, others: int) -> int:
+        rest = replace(budget, foreign=others).rest - fixed_change
         blocks = price.blocks_within(int(rest * budget.fraction) if rest > 0 else 0)
         return min([price.kv_bytes(blocks), *fixed_caps])
 
     now = price.kv_bytes(solved.num_blocks)
     return (
-        min(now, at(sum(line.high - line.bytes for line in charged.fixed))),
-        max(now, at(sum(line.low - line.bytes for line in charged.fixed))),
+        min(now, at(sum(line.high - line.bytes for line in charged.fixed), foreign.high)),
+        max(now, at(sum(line.low - line.bytes for line in charged.fixed), foreign.low)),
     )
 
 

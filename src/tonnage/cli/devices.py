@@ -27,6 +27,10 @@ Probe = Annotated[
     typer.Option("--probe", help="Open each CUDA device and try: takes a context (524 MiB on an H200) meanwhile."),
 ]
 
+Catalogue = Annotated[
+    bool, typer.Option("--catalogue", help="List the cards that plans know, with where each figure is from, instead.")
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
@@ -46,6 +50,9 @@ class DeviceReport:
     own_source      how the ledger would know what this process holds
     context_bytes   what opening it took; only where it was probed
     surroundings    what around it explains that it can do less
+    catalogue       its row in the catalogue of cards, "" for a device that has none; ``catalogue_told``: whether it
+                    reports what the catalogue expects
+    form            whose memory it has, as the catalogue calls it
     problem         why it could not be opened
     """
 
@@ -66,6 +73,9 @@ class DeviceReport:
     own_source: str
     context_bytes: int | None = None
     surroundings: tuple[str, ...] = ()
+    catalogue: str = ""
+    catalogue_told: str = ""
+    form: str = ""
     problem: str = ""
 
 
@@ -82,11 +92,16 @@ class DevicesReport:
     torch_settings: str
 
 
-def devices(probe: Probe = False, as_json: opt.AsJson = False) -> None:
+def devices(probe: Probe = False, catalogue: Catalogue = False, as_json: opt.AsJson = False) -> None:
     """Show the devices and how memory is asked for on each.
 
     Without --probe nothing is opened: what the driver promises is told, not what it does.
     """
+    if catalogue:
+        from tonnage.cli.devices_catalogue import show_catalogue
+
+        show_catalogue(as_json=as_json)
+        return
     made = collect(probe=probe)
     if as_json:
         from tonnage.report.codec import dumps, to_json
@@ -134,6 +149,7 @@ def _host() -> DeviceReport:
         "free_source": memory.source,
         "others_told": "not told apart: what is neither free nor ours is theirs",
         "own_source": "anonymous + shared memory of this process" if process.supported else process.reason,
+        "form": "host",
         "is_probed": True,
     }
     try:
@@ -163,10 +179,14 @@ def _card(device: CudaDevice, *, probe: bool) -> DeviceReport:
     # Before it is opened: what is free counts no context of ours, and everyone on it is somebody else.
     memory = nvml.memory()
     free_told = nvml.reason
+    row = _row(device)
     listed = nvml.processes()
     others = None if listed is None else tuple(Process(pid=one.pid, num_bytes=one.num_bytes) for one in listed)
     others_told = nvml.reason
-    seen = _probed(device, memory.free_bytes if memory else None) if probe else _promised(device)
+    free, source = (memory.free_bytes, "NVML") if memory else (None, "")
+    if device.integrated:
+        free, source = _system_free()
+    seen = _probed(device, free) if probe else _promised(device)
     ways = paths(seen.found) if seen.found else ()
     return DeviceReport(
         kind="cuda",
@@ -174,8 +194,8 @@ def _card(device: CudaDevice, *, probe: bool) -> DeviceReport:
         name=device.name,
         uuid=device.uuid,
         total_bytes=device.total_bytes,
-        free_bytes=memory.free_bytes if memory else seen.free_bytes,
-        free_source="NVML" if memory else f"the driver, with our context open ({free_told})",
+        free_bytes=seen.free_bytes if free is None else free,
+        free_source=source or f"the driver, with our context open ({free_told})",
         others=others,
         others_told=others_told,
         is_probed=probe and not seen.problem,
@@ -185,9 +205,46 @@ def _card(device: CudaDevice, *, probe: bool) -> DeviceReport:
         page_bytes=seen.page_bytes,
         own_source=seen.own_source,
         context_bytes=seen.context_bytes,
-        surroundings=surroundings(device.name),
+        surroundings=surroundings(device.name, is_integrated=device.integrated),
+        catalogue=row.name,
+        catalogue_told=row.told,
+        form=row.form,
         problem=seen.problem,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """What the catalogue says of a device that is there."""
+
+    name: str = ""
+    told: str = ""
+    form: str = ""
+
+
+def _row(device: CudaDevice) -> _Row:
+    from tonnage.hardware import Form, recognise
+    from tonnage.units import format_bytes
+
+    card = recognise(device.name, device.total_bytes)
+    if card is None:
+        form = Form.UNIFIED if device.integrated else Form.SLICE if device.is_slice else Form.DISCRETE
+        return _Row(told="not in it: plan for it with --memory", form=form.value)
+    low, high = format_bytes(card.total.low), format_bytes(card.total.high)
+    inside = card.total.low <= device.total_bytes <= card.total.high
+    range_told = low if low == high else f"{low} to {high}"
+    told = (
+        f"as expected, {range_told}" if inside else f"it reports {format_bytes(device.total_bytes)}, not {range_told}"
+    )
+    return _Row(name=card.name, told=told, form=card.form.value)
+
+
+def _system_free() -> tuple[int | None, str]:
+    """What is free on a device whose memory is the machine's."""
+    from tonnage.device.machine import host_memory
+
+    memory = host_memory()
+    return memory.available_bytes, f"MemAvailable, {memory.available_source}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

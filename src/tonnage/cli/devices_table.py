@@ -59,6 +59,9 @@ def _rows(device: DeviceReport) -> Iterator[tuple[str, str]]:
     absent = [one for one in device.capabilities if one.state is State.NO and one.capability not in ("vmm", "pools")]
     for one in absent:
         yield f"no {one.capability.replace('_', ' ')}", one.reason
+    if device.catalogue or device.catalogue_told:
+        known = f"{device.catalogue} ({device.form}): {device.catalogue_told}" if device.catalogue else ""
+        yield "catalogue", known or device.catalogue_told
     if device.page_bytes is not None:
         yield "pages", maybe_bytes(device.page_bytes)
     yield "own bytes", device.own_source

@@ -30,7 +30,16 @@ Model = Annotated[str, argument("MODEL")]
 PlannedModel = Annotated[
     str, typer.Argument(metavar="MODEL", hidden=True, is_eager=True, callback=lambda asked: _list_shapes(asked))
 ]
-Device = Annotated[Text, option("--device", "NAME", "A card by name (H100), or host with --memory.")]
+Device = Annotated[
+    Text,
+    typer.Option(
+        "--device",
+        "--gpu",
+        metavar="NAME",
+        help="A card by name (H100; tonnage devices --catalogue lists them), or host with --memory.",
+        show_default=False,
+    ),
+]
 Memory = Annotated[Text, option("--memory", "SIZE", "Size of the device, such as 80GiB.")]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON on stdout.")]

@@ -115,6 +115,12 @@ def is_slice(name: str) -> bool:
     return " MIG " in name
 
 
+def is_integrated(api: CudaApi, device: Any) -> bool:
+    """Whether its memory is the host's (GB10, Jetson). No driver that does not tell is believed to share it."""
+    known = getattr(api.module.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_INTEGRATED", None)
+    return known is not None and bool(api.call("cuDeviceGetAttribute", known, device))
+
+
 def visible_devices() -> str:
     """ "; CUDA_VISIBLE_DEVICES is '1'", or nothing where it is not set: it hides devices from the driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tonnage.device.cuda_api import device_name, device_uuid, load_api, visible_devices
+from tonnage.device.cuda_api import device_name, device_uuid, is_integrated, load_api, visible_devices
+from tonnage.device.machine import host_memory
 from tonnage.errors import DeviceLost, DriverError, DriverOOM, DriverUnsupported
 from tonnage.units import format_bytes
 
@@ -41,6 +42,7 @@ class CudaContext:
             self._require_ordinal()
             self._device = self._api.call("cuDeviceGet", ordinal)
             self._name, self._uuid = device_name(self._api, self._device), device_uuid(self._api, self._device)
+            self._shares_host = is_integrated(self._api, self._device)
             self._context = self._api.call("cuDevicePrimaryCtxRetain", self._device)
         except DriverOOM:
             raise
@@ -81,8 +83,12 @@ class CudaContext:
         self._enter("activate")
 
     def mem_info(self) -> tuple[int, int]:
-        free, total = self._call("cuMemGetInfo")
-        return int(free), int(total)
+        """(free, total). On a device that shares the host's memory, free is what the system calls available: the driver
+        counts page cache as used, which the system gives up when memory is wanted."""
+        free, total = (int(each) for each in self._call("cuMemGetInfo"))
+        if self._shares_host:
+            free = min(total, max(free, host_memory().available_bytes or 0))
+        return free, total
 
     def device_sync(self) -> None:
         self._call("cuCtxSynchronize")

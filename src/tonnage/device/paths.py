@@ -136,9 +136,14 @@ def in_use(found: Sequence[PathFound]) -> Mapping[str, PathFound]:
     return {who: next(by_path[path] for path in takes if path in by_path) for who, takes in TAKES.items()}
 
 
-def surroundings(device_name: str, *, root: Path = Path("/")) -> tuple[str, ...]:
+def surroundings(device_name: str, *, is_integrated: bool = False, root: Path = Path("/")) -> tuple[str, ...]:
     """What around the device explains that it can do less, one sentence each, as far as it shows. Never raises."""
     told = []
+    if is_integrated:
+        told.append(
+            "Its memory is the machine's: NVML does not tell it, page cache counts as used in the driver's figure, and "
+            "everything that runs here takes from it. What is free is what the system calls available."
+        )
     if " MIG " in device_name:
         told.append("A MIG instance: NVML does not tell what each process holds of it.")
     if _VIRTUAL_CARD.search(device_name):
@@ -146,7 +151,10 @@ def surroundings(device_name: str, *, root: Path = Path("/")) -> tuple[str, ...]
             "The name is that of a virtual card (vGPU): such profiles often have no pools and no virtual memory."
         )
     if "microsoft" in _read(root / "proc" / "version").lower():
-        told.append("WSL: NVML does not tell what each process holds, and address space is scarcer than on Linux.")
+        told.append(
+            "WSL: NVML does not tell what each process holds, the Windows desktop takes from the same card, and "
+            "address space is scarcer than on Linux."
+        )
     if _is_contained(root):
         told.append(
             "A container or sandbox numbers its processes for itself: NVML may not know this one, and the sandbox may "

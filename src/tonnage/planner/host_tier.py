@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from tonnage.errors import DoesNotFit
-from tonnage.hardware import Card
+from tonnage.hardware import Card, Form
 from tonnage.layout import sequence_bytes as slab_bytes_of
 from tonnage.terms import MemoryPlan, Source
 from tonnage.units import ceil_div, format_bytes
@@ -47,18 +47,24 @@ def _pcie(generation: int, giga_transfers: int) -> Link:
 
 GEN3, GEN4, GEN5 = _pcie(3, 8), _pcie(4, 16), _pcie(5, 32)
 
-#: By name in the catalogue, from the cards' data sheets. A board may give a card fewer lanes than it has.
+C2C = Link(
+    name="NVLink-C2C", bytes_per_second=450 * 10**9, ref="GH200 data sheet: 900 GB/s in both directions together"
+)
+
+#: By name in the catalogue, from the cards' data sheets. A board may give a card fewer lanes than it has. Unified
+#: machines have none: there is no other side.
 LINKS: dict[str, Link] = {
-    "H200": GEN5, "H100-80GB": GEN5, "H100-NVL": GEN5, "H20-96GB": GEN5, "RTX 5090": GEN5,
-    "RTX PRO 6000": GEN5,
-    "A100-80GB": GEN4, "A100-40GB": GEN4, "L40S": GEN4, "L4": GEN4, "A10": GEN4, "RTX 4090": GEN4, "RTX 3090": GEN4,
-    "V100-32GB": GEN3, "T4": GEN3,
+    "H200": GEN5, "H100-80GB": GEN5, "H100-NVL": GEN5, "H20-96GB": GEN5, "H20-141GB": GEN5, "RTX 5090": GEN5,
+    "RTX PRO 6000": GEN5, "RTX PRO 4500": GEN5, "B200": GEN5, "B300": GEN5, "MI300X": GEN5,
+    "A100-80GB": GEN4, "A100-40GB": GEN4, "A30": GEN4, "L40S": GEN4, "L40": GEN4, "L4": GEN4, "A10": GEN4,
+    "RTX 4090": GEN4, "RTX 3090": GEN4, "RTX A6000": GEN4, "RTX 6000 Ada": GEN4,
+    "V100-32GB": GEN3, "T4": GEN3, "RTX 2080 Ti 22GB": GEN3, "GH200-96GB": C2C, "GH200-144GB": C2C,
 }  # fmt: skip
 
 
 def link_of(card: Card) -> Link | None:
-    """The card's link, gen4 where only the size of the device is known; None for a host, which has no other side."""
-    return None if card.kind == "host" else LINKS.get(card.name, GEN4)
+    """The card's link, gen4 where only the size of the device is known; None where its memory is the host's."""
+    return None if card.form in (Form.HOST, Form.UNIFIED) else LINKS.get(card.whole_name, GEN4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ def predict(
     weights: Quantity,
     draft: ModelConfig | None = None,
 ) -> Measured:
-    """What a start on that card would measure, as far as formulas know. The card is taken to be empty."""
+    """What a start on that card would measure, as far as formulas know. The card is taken to be empty but for what the
+    system of a unified machine holds of it."""
     stages = _stages(config, card=card, limits=limits, rank=rank, dtype=dtype)
     if draft is not None and rank_shape(config, rank).has_head:
         stages = (*stages, _draft_stage(draft, card=card, limits=limits, rank=rank, dtype=dtype))
@@ -36,7 +37,7 @@ def predict(
         libraries=library_bytes(card.kind, known=card.libraries),
         stages=stages,
         graphs=_graphs(config, card=card, limits=limits, rank=rank, dtype=dtype),
-        foreign_bytes=Quantity.exact(0, Source.ASSUMED, "an empty device"),
+        foreign_bytes=card.system or Quantity.exact(0, Source.ASSUMED, "an empty device"),
     )
 
 

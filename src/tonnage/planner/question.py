@@ -290,6 +290,7 @@ def _warnings(question: Question, limits: Limits, fitted: int | None) -> tuple[s
             f"{card.name} reports between {format_bytes(card.total.low)} and {format_bytes(card.total.high)}; "
             f"planned with {format_bytes(card.total.bytes)}" + (f" ({card.note})" if card.note else "")
         )
+    found += card.warnings
     return tuple(found)
 
 
