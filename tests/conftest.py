@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections import Counter
 
 import pytest
@@ -30,6 +31,11 @@ def _no_model() -> str | None:
     return f"{', '.join(missing)} not installed: run `make env`" if missing else None
 
 
+def _no_browser() -> str | None:
+    found = any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
+    return None if found else "no chromium on the path"
+
+
 @pytest.fixture(scope="module")
 def light_collector():
     """What is imported is not walked through each time an engine starts and ends, which takes a tiny one longer than
@@ -50,7 +56,7 @@ def light_collector():
     gc.unfreeze()
 
 
-REASONS = {"gpu": _no_cuda, "model": _no_model}
+REASONS = {"gpu": _no_cuda, "model": _no_model, "browser": _no_browser}
 
 
 #: Files that take a minute or more: they come first, so that no worker is left alone with one at the end.

@@ -25,6 +25,11 @@ Output = Annotated[
     str | None, typer.Option("--output", metavar="FILE", help="Also keep the plan as JSON.", show_default=False)
 ]
 
+Html = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="Also write the plan as one self-contained page.", show_default=False),
+]
+
 Explain = Annotated[bool, typer.Option("--explain", help="Say in sentences how the number came about.")]
 
 
@@ -43,6 +48,7 @@ def plan(
     as_json: opt.AsJson = False,
     explain: Explain = False,
     output: Output = None,
+    html: Html = None,
     force: opt.Force = False,
 ) -> int:
     """Split a device's memory for a model, with neither at hand.
@@ -57,10 +63,9 @@ def plan(
     card = card_of(device, memory, verb="plan")
     check_stages(ranks)
 
-    from tonnage.report import check_writable, plan_text, write_file
+    from tonnage.report import plan_text, write_file
 
-    if output is not None:
-        check_writable(output, force=force, flag="--output")
+    check_files(output, html, force=force)
     planning = Planning.of(model, pool=pool, features=features, ranks=ranks, policy=policy)
 
     def plan_with(knobs: Knobs, limits: LimitKnobs, card: Card = card) -> MemoryPlan:
@@ -71,6 +76,8 @@ def plan(
     made = with_warnings(plan_like(like.like, knobs, limits, plan_with), planning, card)
     if output is not None:
         write_file(output, plan_text(made), force=force, flag="--output")
+    if html is not None:
+        write_page(html, made, planning, card, force=force)
     if as_json:
         print(plan_text(made), end="")
     elif explain:
@@ -90,6 +97,30 @@ def show_table(made: MemoryPlan, planning: Planning, card: Card) -> None:
         from tonnage.report.stages import show_stages
 
         show_stages(planning.stages(made.knobs, made.limit_knobs, card), console_for(sys.stdout))
+
+
+def check_files(output: str | None, html: str | None, *, force: bool) -> None:
+    """Before anything is planned: both files can be written, and are two. Raises ``UserError``."""
+    from tonnage.report import check_writable
+
+    found = [
+        check_writable(path, force=force, flag=flag) for path, flag in ((output, "--output"), (html, "--html")) if path
+    ]
+    if len(found) == 2 and found[0].absolute() == found[1].absolute():
+        raise UserError(f"--output and --html both write {found[0]}", remedy="give them two names")
+
+
+def write_page(path: str, made: MemoryPlan, planning: Planning, card: Card, *, force: bool) -> None:
+    """The page of ``made``, with the plans around it. Raises ``InputError`` where the file cannot be written."""
+    from tonnage import __version__
+    from tonnage.planner.grid import axes, grid_without_device
+    from tonnage.report import write_file
+    from tonnage.report.page import page_of, page_text
+
+    lengths, batches = axes(made, positions=planning.config.max_position_embeddings)
+    asked = planning.asked(made.knobs, made.limit_knobs, card)
+    grid = grid_without_device(planning.config, lengths=lengths, batches=batches, shown=planning.shown, **asked)
+    write_file(path, page_text(page_of(made, grid, version=__version__)), force=force, flag="--html")
 
 
 def show_reasons(made: MemoryPlan, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]) -> None:

@@ -201,7 +201,7 @@ def _pool_pieces(kv: KVPool) -> str:
 
 def steps_table(plan: MemoryPlan) -> Table:
     """The derivation, one operation a row."""
-    rows = [(step.name, step.op, _amount(step), _left(step), step.reason) for step in plan.steps]
+    rows = [(step.name, step.op, amount_text(step), left_text(step), step.reason) for step in plan.steps]
     return grid(["step", "op", "amount>", "leaves>", "why"], rows, title="How the pool was found")
 
 
@@ -213,7 +213,7 @@ def steps_text(plan: MemoryPlan, width: int) -> Text:
     op = max(len(step.op) for step in plan.steps)
     text = Text.assemble(("How the pool was found", "bold"))
     for step in plan.steps:
-        text.append(f"\n{step.name:<{name}}  {step.op:<{op}}  {_amount(step):>10}  {_left(step):>10}")
+        text.append(f"\n{step.name:<{name}}  {step.op:<{op}}  {amount_text(step):>10}  {left_text(step):>10}")
         text.append("\n" + hanging(step.reason, "  ", width), "dim italic")
     return text
 
@@ -274,10 +274,10 @@ def _known(line: Line) -> str:
     return f"{line.source.value}, {around}" if around else line.source.value
 
 
-def _amount(step: Step) -> str:
+def amount_text(step: Step) -> str:
     """The operand: bytes, unless two numbers of tokens are compared. "tokens for" divides bytes by bytes."""
     return f"{step.operand:,}" if step.op.endswith("tokens") else format_bytes(step.operand)
 
 
-def _left(step: Step) -> str:
+def left_text(step: Step) -> str:
     return f"{step.after:,} tokens" if "tokens" in step.op else format_bytes(step.after)
