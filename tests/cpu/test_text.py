@@ -280,3 +280,12 @@ def test_half_a_surrogate_pair_is_refused_and_told(tiny_llama):
         text.encode("ok \ud83d")
     with pytest.raises(InputError, match="no valid Unicode"):
         text.encode_chat([{"role": "user", "content": "\ud83d"}])
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "Llama 3.1 8B Instruct"])
+def test_a_built_in_shape_has_no_weights_to_run(name):
+    from tonnage.engine.models import model_folder
+    from tonnage.errors import ModelNotFound
+
+    with pytest.raises(ModelNotFound, match=r"is a built-in shape, for plans alone.*give the folder that holds the model"):
+        model_folder(name)
