@@ -287,5 +287,5 @@ def test_a_built_in_shape_has_no_weights_to_run(name):
     from tonnage.engine.models import model_folder
     from tonnage.errors import ModelNotFound
 
-    with pytest.raises(ModelNotFound, match=r"is a built-in shape, for plans alone.*give the folder that holds the model"):
+    with pytest.raises(ModelNotFound, match=r"a built-in shape, for plans alone.*give the folder"):
         model_folder(name)

@@ -1,4 +1,4 @@
-"""Logged starts of vLLM as launches: published facts that the abbreviated shapes leave out, and the flags, parsed."""
+"""Logged starts of vLLM as launches: the built-in shape, packed as the record says, and the flags, parsed."""
 
 from __future__ import annotations
 
@@ -11,72 +11,19 @@ import shapes
 
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.price import weights_price
+from tonnage.costs.shapes import find_shape
 from tonnage.hardware import CARDS, Card
 from tonnage.peers.launch import Launch
 from tonnage.peers.version import Version
 from tonnage.terms import Quantity, Rank, Source
 from tonnage.units import GiB
 
-#: By shape: fields of the published config.json that tests/data/shapes/model-configs.json leaves out.
-PUBLISHED: dict[str, dict[str, object]] = {
-    "codellama": {"max_position_embeddings": 16_384},
-    "deepseek-v2-lite": {"first_k_dense_replace": 1, "q_lora_rank": None, "max_position_embeddings": 163_840},
-    "deepseek-v3": {"first_k_dense_replace": 3, "max_position_embeddings": 163_840},
-    "gemma-2": {"max_position_embeddings": 8192},
-    "gemma-3": {"max_position_embeddings": 131_072},
-    "gemma-4": {"max_position_embeddings": 262_144},
-    "glm-5": {"first_k_dense_replace": 3, "max_position_embeddings": 202_752},
-    "gpt-oss": {"max_position_embeddings": 131_072, "attention_bias": True},
-    "granite-3.1": {"max_position_embeddings": 131_072},
-    "kimi-vl": {"first_k_dense_replace": 1, "q_lora_rank": None, "max_position_embeddings": 131_072},
-    "llama-2": {"max_position_embeddings": 4096},
-    "llama-3": {"max_position_embeddings": 131_072},
-    "llama-4": {"max_position_embeddings": 10_485_760},
-    "mistral-small-3.1": {"max_position_embeddings": 131_072},
-    "mixtral": {"max_position_embeddings": 32_768},
-    "opt-125m": {"max_position_embeddings": 2048},
-    "phi-4": {"max_position_embeddings": 16_384},
-    "qwen1.5": {"max_position_embeddings": 32_768},
-    "qwen2.5": {"max_position_embeddings": 32_768, "sliding_window": None, "use_sliding_window": False},
-    "qwen3-": {"max_position_embeddings": 40_960},
-    "qwen3-coder": {"max_position_embeddings": 262_144},
-    "qwen3.6": {"max_position_embeddings": 262_144, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
-}
-#: By model, where it differs from others of its shape.
-OF_MODEL: dict[str, dict[str, object]] = {
-    "meta-llama/Meta-Llama-3-8B": {"max_position_embeddings": 8192},
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {"max_position_embeddings": 131_072},
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": {"max_position_embeddings": 131_072},
-    "Qwen/Qwen2.5-Math-1.5B": {"max_position_embeddings": 4096},
-    "moonshotai/Kimi-Dev-72B": {"max_position_embeddings": 131_072},
-}
-_SIGLIP = {
-    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-    "num_attention_heads": 16, "patch_size": 14, "image_size": 896, "vision_use_head": False,
-}  # fmt: skip
-_PIXTRAL = {
-    "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-    "num_attention_heads": 16, "patch_size": 14, "image_size": 1540,
-}  # fmt: skip
-_LLAMA4 = {
-    "model_type": "llama4_vision_model", "hidden_size": 1408, "intermediate_size": 5632, "num_hidden_layers": 34,
-    "num_attention_heads": 16, "patch_size": 14, "image_size": 336, "vision_output_dim": 4096,
-    "projector_input_dim": 4096, "projector_output_dim": 4096, "pixel_shuffle_ratio": 0.5,
-}  # fmt: skip
-_MOONVIT = {
-    "model_type": "moonvit", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
-    "num_attention_heads": 16, "patch_size": 14, "init_pos_emb_height": 64, "init_pos_emb_width": 64,
-}  # fmt: skip
-_QWEN2 = {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16, "patch_size": 14}
-#: Models that see: the class of the whole, and its encoder.
-ENCODERS: dict[str, tuple[str, dict[str, object]]] = {
-    "google/gemma-3-12b-it": ("gemma3", _SIGLIP),
-    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": ("mistral3", _PIXTRAL),
-    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": ("mistral3", _PIXTRAL),
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": ("llama4", _LLAMA4),
-    "moonshotai/Kimi-VL-A3B-Instruct": ("kimi_vl", _MOONVIT),
-    "Qwen/Qwen2-VL-7B-Instruct": ("qwen2_vl", _QWEN2),
-}
+#: Models that see whose encoder is in their built-in shape; of others a text shape stands in.
+ENCODERS = (
+    "google/gemma-3-12b-it", "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506", "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "moonshotai/Kimi-VL-A3B-Instruct", "Qwen/Qwen2-VL-7B-Instruct",
+)  # fmt: skip
 _GROUPS_128 = {"bits": 4, "group_size": 128}
 #: What a record calls its packing, as config.json would have it; None: not packed. Others are not determined.
 PACKINGS: dict[str, dict[str, object] | None] = {
@@ -118,18 +65,13 @@ def eligible() -> dict:
 
 
 def config_of(row: dict) -> ModelConfig:
-    """The shape with what is published of it: encoder, packing and all."""
-    key, model = row["hf_config_key"], row["model"]
-    text = {**shapes.raw_config(key), **(shapes._longest(PUBLISHED, key) or {}), **OF_MODEL.get(model, {})}
-    packing = PACKINGS.get(row["quant"])
-    raw: dict[str, object] = text
-    if model in ENCODERS:
-        kind, vision = ENCODERS[model]
-        tied = text.get("tie_word_embeddings", False)
-        raw = {"model_type": kind, "text_config": text, "vision_config": vision, "torch_dtype": "bfloat16",
-               "tie_word_embeddings": tied}  # fmt: skip
-    if packing:
-        raw = {**raw, "quantization_config": packing}
+    """The built-in shape of the model, encoder and all, packed as the record says."""
+    model = row["model"]
+    shape = find_shape(model) or find_shape(model.partition(" (")[0]) or find_shape(row["hf_config_key"])
+    assert shape is not None, model
+    raw = {name: value for name, value in shape.config.items() if name != "quantization_config"}
+    if packing := PACKINGS.get(row["quant"]):
+        raw["quantization_config"] = packing
     return ModelConfig.from_dict(raw, name=model)
 
 
