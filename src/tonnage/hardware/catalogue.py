@@ -31,6 +31,9 @@ def _system(best: str, low: str, high: str, *, ref: str) -> Quantity:
 
 _H100_CONTEXT = _mib(524, 480, 600, ref="0.51 GiB before the first look of one-card vLLM starts on an H100")
 
+_ROCM_CONTEXT = _mib(512, 400, 700, ref="0.5 GiB beside torch in one-card vLLM starts on ROCm")
+_ROCM_NOTE = "plans for other engines alone: Tonnage's own runs on CUDA"
+
 _DATA_CENTRE = (
     Card(
         name="H200", kind="cuda", sm=90, num_sms=132, bandwidth=4_800 * _GB,
@@ -132,8 +135,13 @@ _DATA_CENTRE = (
         aliases=("Instinct MI300X", "MI300X-192GB", "MI300X-192"),
         total=_total("191.98", "191.69", "191.98",
             ref="torch: 191.98 and 191.69 in ten logs; rocminfo: 201,310,208 KB"),
-        context=_mib(512, 400, 700, ref="0.5 GiB beside torch in one-card vLLM starts on ROCm"),
-        note="plans for other engines alone: Tonnage's own runs on CUDA",
+        context=_ROCM_CONTEXT, note=_ROCM_NOTE,
+    ),
+    Card(
+        name="MI355X", kind="cuda", sm=0, num_sms=256, bandwidth=8_000 * _GB,
+        aliases=("Instinct MI355X", "MI355X-288GB", "MI355X-288"),
+        total=_total("287.98", ref="threads: ROCm/TheRock#2118 (torch, gfx950)"),
+        context=_ROCM_CONTEXT, note=_ROCM_NOTE,
     ),
 )  # fmt: skip
 
@@ -183,6 +191,11 @@ _WORKSTATION = (
         total=_total("21.66", "21.50", "22.00",
             ref="starts: fs-39687024550, fs-38730122894; threads: memo#33 (22.00, Windows)"),
         note="with its memory doubled by hand; as sold it has 11 GB",
+    ),
+    Card(
+        name="RX 7900 XTX", kind="cuda", sm=0, num_sms=96, bandwidth=960 * _GB,
+        aliases=("Radeon RX 7900 XTX", "7900 XTX", "AMD-24GB (RX7900)"),
+        total=_total("23.98", ref="starts: fs-6727521558"), context=_ROCM_CONTEXT, note=_ROCM_NOTE,
     ),
 )  # fmt: skip
 
