@@ -77,7 +77,7 @@ def launch_of(row: dict, **more: object) -> Launch:
     found = Launch(
         engine=NAMES.get(row["engine"], row["engine"]),
         version=Version.read(row["engine_version"]),
-        config=vision_config(key) if key in VISION and row["engine"] == "sglang" else config(key),
+        config=vision_config(key) if key in VISION and row["engine"] == "sglang" else halved(config(key)),
         weights=Quantity.exact(weights, Source.MEASURED, row["id"]),
         card=generic_card(total),
         rank=Rank(tp=row["tp"], size=row["tp"]),
@@ -97,6 +97,11 @@ SETTINGS = {
 }  # fmt: skip
 #: Shapes here are text models; these published files have a vision tower, whose size no record tells.
 VISION = ("qwen3.5-9b", "qwen3.6-27b")
+
+
+def halved(made: ModelConfig) -> ModelConfig:
+    """Left to themselves, these engines compute a model published in float32 in float16, and its cache follows."""
+    return replace(made, dtype="float16") if made.dtype == "float32" else made
 
 
 @cache

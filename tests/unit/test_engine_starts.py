@@ -216,7 +216,9 @@ def _share(remedy: str) -> Fraction:
 
 
 def test_fewer_requests_where_no_fraction_is_enough() -> None:
-    made = launch(card="RTX 4090", mem_fraction_static=Fraction(75, 100))  # a table of 1,048,576 tokens a request
+    made = launch(card="RTX 4090", mem_fraction_static=Fraction(75, 100))
+    # A table of 1,048,576 tokens a request.
+    made = replace(made, config=replace(made.config, max_position_embeddings=1_048_576))
     told = check(predict(made), "rest holds graphs and activations")
     assert told.passes is False
     flags = dict(zip(*[iter(told.remedy.split())] * 2, strict=True))

@@ -58,13 +58,10 @@ def plan(
     """
     if explain and as_json:
         raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")
-    engines.refuse_others(explain=explain, output=output, features=features, policy=policy)
+    engines.refuse_others(explain=explain, output=output, html=html, features=features, policy=policy)
     knobs, limits = features.knobs(pool), features.limits(pool)
     card = card_of(device, memory, verb="plan")
     check_stages(ranks)
-
-    from tonnage.report import plan_text, write_file
-
     check_files(output, html, force=force)
     planning = Planning.of(model, pool=pool, features=features, ranks=ranks, policy=policy)
 
@@ -74,11 +71,10 @@ def plan(
     if engines.is_asked:
         return engines.show(like.like or (), knobs, limits, planning, card, as_json=as_json)
     made = with_warnings(plan_like(like.like, knobs, limits, plan_with), planning, card)
-    if output is not None:
-        write_file(output, plan_text(made), force=force, flag="--output")
-    if html is not None:
-        write_page(html, made, planning, card, force=force)
+    write_files(made, planning, card, output=output, html=html, force=force)
     if as_json:
+        from tonnage.report import plan_text
+
         print(plan_text(made), end="")
     elif explain:
         show_reasons(made, card, plan_with)
@@ -110,17 +106,27 @@ def check_files(output: str | None, html: str | None, *, force: bool) -> None:
         raise UserError(f"--output and --html both write {found[0]}", remedy="give them two names")
 
 
-def write_page(path: str, made: MemoryPlan, planning: Planning, card: Card, *, force: bool) -> None:
-    """The page of ``made``, with the plans around it. Raises ``InputError`` where the file cannot be written."""
+def write_files(
+    made: MemoryPlan, planning: Planning, card: Card, *, output: str | None, html: str | None, force: bool
+) -> None:
+    """The plan as JSON, and as a page with the plans around it. Raises ``InputError`` where one cannot be written."""
+    from tonnage.report import plan_text, write_file
+
+    if output is not None:
+        write_file(output, plan_text(made), force=force, flag="--output")
+    if html is not None:
+        write_file(html, _page_text(made, planning, card), force=force, flag="--html")
+
+
+def _page_text(made: MemoryPlan, planning: Planning, card: Card) -> str:
     from tonnage import __version__
     from tonnage.planner.grid import axes, grid_without_device
-    from tonnage.report import write_file
     from tonnage.report.page import page_of, page_text
 
     lengths, batches = axes(made, positions=planning.config.max_position_embeddings)
     asked = planning.asked(made.knobs, made.limit_knobs, card)
     grid = grid_without_device(planning.config, lengths=lengths, batches=batches, shown=planning.shown, **asked)
-    write_file(path, page_text(page_of(made, grid, version=__version__)), force=force, flag="--html")
+    return page_text(page_of(made, grid, version=__version__))
 
 
 def show_reasons(made: MemoryPlan, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]) -> None:
