@@ -254,6 +254,9 @@ def test_two_files_of_one_name_are_refused_before_anything_is_written(tonnage: P
     assert (ended.code, "--output and --html both write" in ended.err) == (2, True)
     assert not Path(file).exists()
     assert tonnage("plan", "smollm2", "--gpu", "T4", "--html", str(tmp_path / "no" / "x")).code == 2
+    beside = tonnage("plan", "smollm2", "--gpu", "T4", "--html", file, "--engine", "vllm==0.19")
+    assert (beside.code, "--html is about our own plan" in beside.err) == (2, True)
+    assert not Path(file).exists()
 
 
 def test_other_engines_knobs_and_stages_are_on_the_page(tonnage: Program, tmp_path: Path) -> None:
