@@ -18,6 +18,7 @@ from tonnage.hardware import find_card
 from tonnage.layout import KVGroupKind
 from tonnage.peers import ENGINES, KNOBS, equivalents
 from tonnage.peers.equivalent import ONE
+from tonnage.peers.which import KNOWN
 from tonnage.planner import find_config, plan_without_device
 from tonnage.report import parse_plan, plan_document, plan_text
 from tonnage.report.flags import command, equivalent_document, flags_text
@@ -173,7 +174,11 @@ def test_the_verb_takes_them(tonnage: Program) -> None:
 def test_the_verb_lists_them_whatever_else_was_typed(tonnage: Program) -> None:
     ended = tonnage("plan", "--like", "help")
     assert (ended.code, ended.err) == (0, "")
-    assert [row.split()[0] for row in ended.out.splitlines()] == [knob.full_name for knob in KNOBS]
+    translated, own = ended.out.split("\n\n")
+    assert [row.split()[0] for row in translated.splitlines()] == [knob.full_name for knob in KNOBS]
+    told, *engines = own.splitlines()
+    assert "--engine" in told
+    assert [row.partition(":")[0] for row in engines] == [known.name for known in KNOWN]
 
 
 def test_the_verb_tells_what_it_cannot_translate(tonnage: Program) -> None:

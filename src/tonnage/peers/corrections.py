@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tonnage.errors import InputError
+from tonnage.files import write_whole
 from tonnage.peers.launch import Launch
 from tonnage.peers.start import Count, Start, Term
 from tonnage.peers.version import Version
@@ -242,20 +242,14 @@ def _malformed(file: str, what: str) -> InputError:
 
 
 def save_correction(correction: Correction, path: str | os.PathLike[str] | None = None) -> Path:
-    """Keep it in ``path`` or in the machine's file, in the place of one with the same key. The file is written whole
-    beside itself and then renamed. Raises ``InputError`` where that cannot be done."""
+    """Keep it in ``path`` or in the machine's file, in the place of one with the same key. Raises ``InputError`` where
+    that cannot be done."""
     file = default_path() if path is None else Path(path)
     kept = load_corrections(file) if file.exists() else ()
     text = dumps([*(each for each in kept if each.key != correction.key), correction])
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, file)
-        finally:
-            with suppress(OSError):
-                beside.unlink()
+        write_whole(file, text, replaces=True)
     except OSError as fault:
         raise InputError(f"{file} cannot be written: {fault.strerror}", value=str(file)) from None
     return file

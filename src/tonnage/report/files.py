@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.errors import InputError
+from tonnage.files import write_whole
 from tonnage.terms import PLAN_SCHEMA, RUN_SCHEMA
 
 if TYPE_CHECKING:
@@ -76,8 +77,7 @@ def write_file(path: str | Path, text: str, *, force: bool, flag: str) -> None:
     """Write ``text`` whole. Raises ``InputError`` where the file exists or cannot be written."""
     target = check_writable(path, force=force, flag=flag)
     try:
-        with target.open("w" if force else "x", encoding="utf-8", newline="\n") as out:
-            out.write(text)
+        write_whole(target, text, replaces=force)
     except OSError as fault:
         raise InputError(f"{flag} {target} cannot be written: {fault.strerror}", knob=flag, value=str(path)) from None
 
