@@ -106,9 +106,13 @@ CASES = [
     ("deepseek_v3", LATENT, "grouped_mm", "experts"),
     ("deepseek_v3", {**LATENT, **NARROW}, "grouped_mm", "expanded attention"),
     ("deepseek_v3", {**LATENT, "intermediate_size": 9000, "first_k_dense_replace": 2}, "grouped_mm", "mlp"),
+    ("deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy"}, "grouped_mm", "experts"),
     ("glm4_moe", {**GLM, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}, "grouped_mm", "experts"),
     ("lfm2", {"intermediate_size": 512, "layer_types": ["conv", "full_attention", "conv"]}, None, "short convolution"),
     ("gemma3_text", {"head_dim": 64, "intermediate_size": 3072}, None, "mlp"),
+    ("phi", {"num_key_value_heads": 16, "hidden_act": "gelu_new"}, None, "mlp"),
+    ("phi", {"num_key_value_heads": 16, "hidden_act": "relu", "intermediate_size": 8192}, None, "mlp"),
+    ("phi3", {"intermediate_size": 3072}, None, "mlp"),
 ]
 
 

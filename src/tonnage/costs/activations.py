@@ -10,11 +10,14 @@ rotary     3H + 2D + 4Q + 2K         ... normed; q while it is rotated, k and v 
 head norm  3H + 2D + Q words, 2Q floats   ... where query heads have a norm and the words are narrow
 mlp        4H + 2D + 3I              embeddings, layer input, residual, normed; gate, up and their product
            4H + 2D + 4I              ... where gate and up come out of one packed projection and stay whole
+           4H + 2D + 2I              ... where there is no gate, or 4I where the activation is computed in steps
            5H + 2D + I               ... or the product and what the last projection makes of it
 logits     H per token, H + V a row  final hidden, the selected rows of it, and the vocabulary projection
 
 Compared with a tracker that counts storages over all families here; an 8B Llama with 8,192 tokens comes to 932.0
-MiB, which is also what a card reported.
+MiB, which is also what a card reported. Compiled layers write the product of gate and up over one of them: 4H + 2D +
+2I, or 3H + 2D + 3I where they are packed, or 5H + I without a gate: the low end. ``docs/activations.md`` has the error
+of each family.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ COMPILED_FRACTION = Fraction(90_624, 119_296)
 ERROR_FRACTION = Fraction(2, 100)
 #: What a tower holds over the closed form, (low, high): compiled, and with an activation function made in steps.
 ENCODER_BOUNDS = (Fraction(60, 100), Fraction(140, 100))
+#: What layers with several residual streams hold over the closed form, whose phases are those of one, (low, high).
+STREAMS_BOUNDS = (Fraction(60, 100), Fraction(110, 100))
 #: Bytes the allocator takes over bytes alive, (low, best, high), by kind of device. CUDA: 1.15 to 1.56 measured with
 #: torch's caching allocator. Host: a heap whose large blocks are mapped one by one; glibc's default can double it.
 RESERVED_OVER_ALLOCATED = {
@@ -54,6 +59,11 @@ RESERVED_OVER_ALLOCATED = {
 SAMPLER_TILE_ELEMENTS = {"cuda": 2**22, "host": 2**18}
 
 _FLOAT = DTYPE_BYTES["float32"]
+#: Activations that the library computes in several steps: inner vectors alive at once. Others are one operation.
+_STEPS = {"gelu_new": 4, "gelu_fast": 4, "gelu_python": 4, "quick_gelu": 3}
+#: What families have where config.json does not say: residual streams, heads of a sparse indexer, activations.
+_STREAMS, _INDEX_HEADS = {"deepseek_v4": 4}, 64
+_ACTIVATIONS = {"gpt2": "gelu_new", "gptj": "gelu_new", "phi": "gelu_new"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +98,9 @@ def forward_peak(
         phases.append(_dense("logits", (num_tokens * hidden + logits_rows * (hidden + config.vocab_size)) * word))
     best = max(phases, key=lambda phase: phase.bytes)
     low, high = int(max(phase.low for phase in phases)), int(max(phase.high for phase in phases))
+    high += _indexer_bytes(config, num_tokens)
+    if _num_streams(config) > 1:
+        low, high = int(low * STREAMS_BOUNDS[0]), int(high * STREAMS_BOUNDS[1])
     return Peak(phase=best.name, bytes=best.bytes, low=low, high=high)
 
 
@@ -183,7 +196,7 @@ def _times(phase: Phase, count: int) -> Phase:
 def _stage_phases(config: ModelConfig, shape: RankShape, rank: Rank, *, word: int, is_decode: bool) -> Iterator[Phase]:
     """Bytes a token of every phase of every kind of layer on this stage."""
     traits, hidden = traits_of(config)[0], config.hidden_size
-    always = 3 * hidden + 2 * _rotary_width(config)
+    always = 3 * hidden + 2 * _rotary_width(config) + 2 * hidden * (_num_streams(config) - 1)
     at = Setting(hidden=hidden, always=always, word=word, cut=Cut.of(rank), traits=traits)
     packed = config.model_type in FAMILIES and FAMILIES[config.model_type].packed
     for layer in {settled(config, config.layers[number]) for number in shape.layers}:
@@ -197,13 +210,15 @@ def _stage_phases(config: ModelConfig, shape: RankShape, rank: Rank, *, word: in
                 yield recurrent_phase(mixer, at)
         part = layer.feed_forward
         if isinstance(part, Dense):
-            yield _mlp_phase(part, at, is_packed=packed)
+            yield _mlp_phase(part, at, is_packed=packed, num_steps=_STEPS.get(_activation(config), 2))
         elif part is not None:
             yield from expert_phases(part, at)
 
 
 def _rotary_width(config: ModelConfig) -> int:
-    """Elements of the cosines: one head's, or the rotary part of a latent's."""
+    """Elements of the cosines: one head's, or the rotary part of a latent's; none where positions are learned."""
+    if traits_of(config)[0].num_positions:
+        return 0
     latents = [mixer.qk_rope_head_dim for layer in config.layers for mixer in layer.mixers if isinstance(mixer, Latent)]
     return max(latents) if latents else config.head_dim
 
@@ -218,7 +233,37 @@ def _attention_phases(mixer: Attention, at: Setting, *, is_packed: bool) -> Iter
         yield _dense("head norm", (at.always + query + gate) * at.word + floats)
 
 
-def _mlp_phase(part: Dense, at: Setting, *, is_packed: bool) -> Phase:
+def _mlp_phase(part: Dense, at: Setting, *, is_packed: bool, num_steps: int) -> Phase:
     inner = ceil_div(part.intermediate_size, at.cut.inner)
-    count = (4 if is_packed else 3) if part.is_gated else 2
-    return _dense("mlp", (at.always + at.hidden + max(count * inner, at.hidden + inner)) * at.word)
+    count = (4 if is_packed else 3) if part.is_gated else num_steps
+    best = (at.always + at.hidden + max(count * inner, at.hidden + inner)) * at.word
+    fused = at.always + min(2 * inner + at.hidden, 3 * inner) if part.is_gated else 5 * at.hidden + inner
+    high = (best + (2 * at.hidden * at.word if at.traits.num_positions else 0)) * (1 + ERROR_FRACTION)
+    low = min(best * COMPILED_FRACTION, Fraction(fused * at.word))
+    return Phase(name="mlp", bytes=best, low=low, high=high)
+
+
+def _activation(config: ModelConfig) -> str:
+    """Its name in the library's table."""
+    named = config.raw.get("hidden_act") or config.raw.get("activation_function")
+    return str(named or _ACTIVATIONS.get(config.model_type, ""))
+
+
+def _num_streams(config: ModelConfig) -> int:
+    """Residual streams side by side (``hc_mult``): 1 in all but a few families."""
+    streams = config.raw.get("hc_mult", _STREAMS.get(config.model_type, 1))
+    return streams if isinstance(streams, int) and streams > 0 else 1
+
+
+def _indexer_bytes(config: ModelConfig, num_tokens: int) -> int:
+    """Scores of a sparse indexer written out: three float32 arrays of every token against every entry, for each head.
+
+    No engine does that; the library's class does, so they are in the bar and not in the figure.
+    """
+    mixers = [mixer for layer in config.layers for mixer in layer.mixers if isinstance(mixer, Attention | Latent)]
+    if not any(mixer.index_head_dim for mixer in mixers):
+        return 0
+    named = config.raw.get("index_n_heads")
+    heads = named if isinstance(named, int) else _INDEX_HEADS
+    ratios = [mixer.compress_ratio for mixer in mixers if isinstance(mixer, Attention) and mixer.compress_ratio > 1]
+    return 3 * num_tokens * ceil_div(num_tokens, min(ratios, default=1)) * heads * _FLOAT

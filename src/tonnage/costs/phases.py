@@ -80,13 +80,14 @@ def expert_phases(part: Experts, at: Setting) -> Iterator[Phase]:
     sorted_rows = hidden + (ups + 2 if part.is_gated else 2) * inner
     if at.traits.expert_bias:
         sorted_rows = hidden + (2 * ups + 5) * inner
-    ordered = 2 * hidden * word + 2 * hidden * (_FLOAT if at.traits.router_correction else word)
+    has_floats = at.traits.router_correction or at.traits.float_routing
+    ordered = 2 * hidden * word + 2 * hidden * (_FLOAT if has_floats else word)
     rows = each * max(sorted_rows * word, ordered)
-    fused = each * (max(ups * inner, hidden) + inner) * word + hidden * word
+    fused = at.always * word + each * (max(ups * inner, hidden) + inner) * word  # the normed input has gone by then
     most = each * max(sorted_rows * word, 2 * hidden * (word + _FLOAT))
     dealt = at.cut.inner if at.cut.attention < at.cut.inner else 1
     high = (base + routing + most * dealt) * _COUNTED
-    yield _phase("experts", base + routing + rows, base + fused, high)
+    yield _phase("experts", base + routing + rows, fused, high)
     if part.shared_intermediate_size:
         shared = ceil_div(part.shared_intermediate_size, at.cut.inner)
         best = base + (hidden + (ups + 1) * shared) * word
@@ -94,19 +95,20 @@ def expert_phases(part: Experts, at: Setting) -> Iterator[Phase]:
 
 
 def latent_phase(mixer: Latent, at: Setting, *, is_decode: bool) -> Phase:
-    """Prefill expands keys and values of every head; decode takes the queries into the latent instead."""
+    """Prefill expands keys and values of every head; decode takes the queries into the latent instead, or expands as
+    prefill does: its low end allows for either."""
     heads, word = at.cut.heads(mixer.num_heads), at.word
     query = heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
     value, latent = heads * mixer.v_head_dim, mixer.kv_lora_rank + mixer.qk_rope_head_dim
     base = at.always + at.hidden + 2 * latent
     rotary = heads * mixer.qk_rope_head_dim
+    pair = heads * (mixer.qk_nope_head_dim + mixer.v_head_dim)
+    expanded = base + 2 * query + pair
     if is_decode:
         wide = heads * (latent + mixer.kv_lora_rank)
         best = base + 2 * query + rotary + wide + value
-        return _phase("absorbed attention", best * word, (base + query + wide) * word)
-    pair = heads * (mixer.qk_nope_head_dim + mixer.v_head_dim)
-    best = base + 3 * query + rotary + pair + value
-    return _phase("expanded attention", best * word, (base + 2 * query + pair) * word)
+        return _phase("absorbed attention", best * word, min(base + query + wide, expanded) * word)
+    return _phase("expanded attention", (expanded + query + rotary + value) * word, expanded * word)
 
 
 def recurrent_phase(mixer: Recurrent, at: Setting) -> Phase:

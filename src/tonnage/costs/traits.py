@@ -32,6 +32,7 @@ class Traits:
     sinks, window_sinks    one learned logit a query head, in every layer or in those with a window
     router_bias, expert_bias   beside the router, and beside every expert's matrices
     router_correction      float32 corrections of the router's scores; parameters of the class only in few
+    float_routing          the weights of experts are float32 without them
     shared_gate            one row that gates the shared experts
     conv_bias, inner_bias  of a recurrent layer: its convolution, its projections
     inner_norm             Mamba2 layers have a gated norm
@@ -60,6 +61,7 @@ class Traits:
     expert_bias: Switch = False
     router_correction: bool = False
     correction_counts: bool = False
+    float_routing: bool = False
     shared_gate: bool = False
     conv_bias: Switch = True
     inner_bias: Switch = False
@@ -98,7 +100,7 @@ TRAITS: dict[str, Traits] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _DEEPSEEK),
-    "deepseek_v2": Traits(),
+    "deepseek_v2": Traits(float_routing=True),
     "deepseek_v4": Traits(router_correction=True),  # its attention: costs/compressed.py
     "gpt_oss": Traits(attention_bias=_BIASED, sinks=True, router_bias=True, expert_bias=True),
     "granitemoe": _ATTENTION_BIAS,
