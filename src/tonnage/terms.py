@@ -28,6 +28,7 @@ class Source(StrEnum):
     DERIVED = "derived"  # exact arithmetic on the model's config
     CATALOGUE = "catalogue"  # from the table of cards
     PREDICTED = "predicted"  # a closed form, with low and high
+    SIMULATED = "simulated"  # counted on a forward of fake tensors, with low and high
     ASKED = "asked"  # the user said so
     ASSUMED = "assumed"  # nothing better is known
 
@@ -412,6 +413,7 @@ class MemoryPlan:
     limit_knobs: what was asked about shapes, so that reports can say where each of ``limits`` came from.
     not_charged: claims that were considered and cost nothing here, each with the reason.
     policy: "own", or "reference" for TensorRT-LLM's derivation.
+    stages: of a step, as they were measured or predicted, of which the largest is in the lines.
     """
 
     schema: str = PLAN_SCHEMA
@@ -433,6 +435,7 @@ class MemoryPlan:
     limit_knobs: LimitKnobs = field(default_factory=LimitKnobs)
     not_charged: tuple[NotCharged, ...] = ()
     policy: str = "own"
+    stages: tuple[StagePeak, ...] = ()
 
     def line(self, kind: LineKind) -> Line | None:
         """The first top-level line of that kind, or None where the plan has none."""
@@ -471,13 +474,18 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePeak:
-    """One probe: bytes live at the peak (``allocated``) and bytes the allocator took for it (``reserved``)."""
+    """One probe: bytes live at the peak (``allocated``) and bytes the allocator took for it (``reserved``).
+
+    ``uncompiled_bytes``: live at the peak where every operation runs by itself, which compiled layers stay below; None
+    where nobody looked.
+    """
 
     stage: str
     shape: StepShape
     allocated: Quantity
     reserved: Quantity
     compiled: bool = False
+    uncompiled_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

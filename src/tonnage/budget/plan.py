@@ -42,6 +42,7 @@ def plan(inputs: PlanInputs) -> MemoryPlan:
         limit_knobs=inputs.limit_knobs,
         fingerprint=inputs.fingerprint,
         warnings=inputs.warnings,
+        stages=inputs.measured.stages,
         not_charged=not_charged(inputs.claims, disabled=knobs.disabled_claims, limits=limits, chip=inputs.chip),
     )
 

@@ -63,7 +63,14 @@ class EngineStarts:
         return bool(self.engine) or self.compare
 
     def refuse_others(
-        self, *, explain: bool, output: str | None, html: str | None, features: FeatureOptions, policy: PolicyOptions
+        self,
+        *,
+        explain: bool,
+        exact: bool,
+        output: str | None,
+        html: str | None,
+        features: FeatureOptions,
+        policy: PolicyOptions,
     ) -> None:
         """Raise ``UserError`` for a flag about our own plan alone beside the start of an engine, and the reverse."""
         if not self.is_asked:
@@ -71,8 +78,8 @@ class EngineStarts:
                 raise UserError("--corrections is about starts of other engines", remedy="add --engine vllm==0.19")
             return
         given = {
-            "--explain": explain, "--output": output, "--html": html, "--policy": policy.policy,
-            "--reference": policy.reference,
+            "--explain": explain, "--exact": exact, "--output": output, "--html": html,
+            "--policy": policy.policy, "--reference": policy.reference,
             "--attention": None if self.compare else features.attention,
             "--without": None if self.compare else features.without,
         }  # fmt: skip

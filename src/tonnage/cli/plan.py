@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,7 @@ from tonnage.cli.planning import FeatureOptions, Planning, PolicyOptions, RankOp
 from tonnage.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tonnage.config import Knobs, LimitKnobs
     from tonnage.costs.config import ModelConfig
@@ -30,6 +31,11 @@ Html = Annotated[
     typer.Option("--html", metavar="FILE", help="Also write the plan as one self-contained page.", show_default=False),
 ]
 
+#: How long forwards on fake tensors may take before somebody is told.
+PATIENCE_SECONDS = 1.0
+Exact = Annotated[
+    bool, typer.Option("--exact", help="Count activations on a forward of fake tensors (needs torch, no GPU).")
+]
 Explain = Annotated[bool, typer.Option("--explain", help="Say in sentences how the number came about.")]
 
 
@@ -47,6 +53,7 @@ def plan(
     engines: EngineStarts,
     as_json: opt.AsJson = False,
     explain: Explain = False,
+    exact: Exact = False,
     output: Output = None,
     html: Html = None,
     force: opt.Force = False,
@@ -58,7 +65,9 @@ def plan(
     """
     if explain and as_json:
         raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")
-    engines.refuse_others(explain=explain, output=output, html=html, features=features, policy=policy)
+    engines.refuse_others(
+        explain=explain, exact=exact, output=output, html=html, features=features, policy=policy
+    )
     knobs, limits = features.knobs(pool), features.limits(pool)
     card = card_of(device, memory, verb="plan")
     check_stages(ranks)
@@ -70,8 +79,9 @@ def plan(
 
     if engines.is_asked:
         return engines.show(like.like or (), knobs, limits, planning, card, as_json=as_json)
-    made = with_warnings(plan_like(like.like, knobs, limits, plan_with), planning, card)
-    write_files(made, planning, card, output=output, html=html, force=force)
+    with counted_on_fakes(planning) if exact else nullcontext(planning) as planning:
+        made = with_warnings(plan_like(like.like, knobs, limits, plan_with), planning, card)
+        write_files(made, planning, card, output=output, html=html, force=force)
     if as_json:
         from tonnage.report import plan_text
 
@@ -89,6 +99,10 @@ def show_table(made: MemoryPlan, planning: Planning, card: Card) -> None:
     from tonnage.report.table import show_plan
 
     show_plan(made, console_for(sys.stdout))
+    if planning.probe is not None:
+        from tonnage.report.peaks import show_peaks
+
+        show_peaks(made.stages, console_for(sys.stdout))
     if planning.rank.pp > 1:
         from tonnage.report.stages import show_stages
 
@@ -129,6 +143,29 @@ def _page_text(made: MemoryPlan, planning: Planning, card: Card) -> str:
     return page_text(page_of(made, grid, version=__version__))
 
 
+@contextmanager
+def counted_on_fakes(planning: Planning) -> Iterator[Planning]:
+    """The same with a probe that runs the model on fake tensors; says so on stderr where it takes more than a second.
+
+    Raises ``UserError`` where the engine's libraries are not installed.
+    """
+    from dataclasses import replace
+    from threading import Timer
+
+    from tonnage.cli.rooms import exact_room
+
+    def tell() -> None:
+        print("--exact: running the model on fake tensors ...", file=sys.stderr, flush=True)
+
+    told = Timer(PATIENCE_SECONDS, tell)
+    told.daemon = True
+    told.start()
+    try:
+        yield replace(planning, probe=exact_room("plan --exact")())
+    finally:
+        told.cancel()
+
+
 def show_reasons(made: MemoryPlan, card: Card, plan_on: Callable[[Knobs, LimitKnobs, Card], MemoryPlan]) -> None:
     """The path of the number, with what one GiB more would give."""
     from tonnage.planner.curve import one_more_gib
@@ -167,6 +204,7 @@ def with_warnings(made: MemoryPlan, planning: Planning, card: Card) -> MemoryPla
 
     idle = [told for told in idle_settings(made) if told not in made.warnings]
     found = [*idle, dtype_warning_of(card, planning.dtype, planning.config)]
+    found += getattr(planning.probe, "notes", ())
     if made.host.kv_bytes:
         stages = planning.stages(made.knobs, made.limit_knobs, card) if planning.rank.pp > 1 else (made,)
         found.append(held_text(stages))

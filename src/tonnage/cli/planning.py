@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tonnage.costs.config import ModelConfig
     from tonnage.hardware import Card
     from tonnage.planner.asked import Asked
+    from tonnage.planner.predict import StageProbe
     from tonnage.terms import MemoryPlan, Rank
 
 
@@ -192,7 +193,8 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """Everything a plan depends on but knobs, limits and device. ``stage`` None: the one with the smallest pool."""
+    """Everything a plan depends on but knobs, limits and device. ``stage`` None: the one with the smallest pool;
+    ``probe`` None: the closed forms of activations."""
 
     config: ModelConfig
     checkpoint: Checkpoint | None
@@ -202,10 +204,18 @@ class Planning:
     backend: str
     reference: ReferenceKnobs | None
     draft: ModelConfig | None = None
+    probe: StageProbe | None = None
 
     @classmethod
     def of(
-        cls, model: str, *, pool: PoolOptions, features: FeatureOptions, ranks: RankOptions, policy: PolicyOptions
+        cls,
+        model: str,
+        *,
+        pool: PoolOptions,
+        features: FeatureOptions,
+        ranks: RankOptions,
+        policy: PolicyOptions,
+        probe: StageProbe | None = None,
     ) -> Planning:
         """Raises ``InvalidSetting`` for a text that cannot be read, and whatever the model's files raise."""
         from tonnage.planner import checkpoint_of, find_config
@@ -221,6 +231,7 @@ class Planning:
             backend="trtllm" if reference is not None and features.attention is None else features.backend,
             reference=reference,
             draft=None if features.draft is None else find_config(features.draft),
+            probe=probe,
         )
 
     def stages(self, knobs: Knobs, limits: LimitKnobs, card: Card) -> tuple[MemoryPlan, ...]:
@@ -241,6 +252,7 @@ class Planning:
             "checkpoint": self.checkpoint,
             "reference": self.reference,
             "draft": self.draft,
+            "probe": self.probe,
         }
 
     def shown(self, stages: Sequence[MemoryPlan]) -> MemoryPlan:

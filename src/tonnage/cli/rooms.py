@@ -26,6 +26,15 @@ def stub_room(verb: str) -> Callable[..., Any]:
     return stub_engine
 
 
+def exact_room(verb: str) -> Callable[..., Any]:
+    """``FakeProbe``: forwards on fake tensors. Raises ``UserError`` as ``engine_room`` does."""
+    try:
+        from tonnage.engine.exact import FakeProbe
+    except ModuleNotFoundError as missing:
+        raise _told(verb, missing) from None
+    return FakeProbe
+
+
 def _told(verb: str, missing: ModuleNotFoundError) -> Exception:
     if missing.name is None or missing.name.split(".")[0] == "tonnage":
         return missing

@@ -27,10 +27,15 @@ def compile_layers(model: torch.nn.Module, *, backend: str | Callable[..., Any] 
                 number = torch.tensor(module.layer_idx)
                 del module.layer_idx
                 module.register_buffer("layer_idx", number, persistent=False)
-        layer.compile(dynamic=True, backend=backend)
-    for name in _BESIDE_LAYERS:
-        if isinstance(part := getattr(base, name, None), torch.nn.Module):
-            part.compile(dynamic=True, backend=backend)
+    for part in compiled_parts(model):
+        part.compile(dynamic=True, backend=backend)
+
+
+def compiled_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What ``compile_layers`` makes a compiled function of: each layer, what is behind them, and rotary embeddings."""
+    base: Any = model.base_model
+    beside = [getattr(base, name, None) for name in _BESIDE_LAYERS]
     rotary = getattr(base, "rotary_emb", None)
     if getattr(rotary, "rope_type", None) in _FIXED_ROPES:
-        rotary.compile(dynamic=True, backend=backend)  # type: ignore[union-attr]
+        beside.append(rotary)
+    return [*base.layers, *(part for part in beside if isinstance(part, torch.nn.Module))]

@@ -31,12 +31,15 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             self._know(tensor.untyped_storage())
-        result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        result = self._run(func, args, kwargs)
+        for tensor in tensors_in(result):
             self._count(tensor.untyped_storage())
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _know(self, storage: torch.UntypedStorage) -> None:
         """It was there before: until it dies, when its address may become another storage's."""
@@ -60,5 +63,6 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes -= num_bytes
 
 
-def _tensors(tree: Any) -> Iterable[torch.Tensor]:
+def tensors_in(tree: Any) -> Iterable[torch.Tensor]:
+    """Every tensor among the arguments or results of an operation."""
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))

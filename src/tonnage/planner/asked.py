@@ -9,6 +9,7 @@ from tonnage.costs.checkpoint import Checkpoint
 from tonnage.costs.config import ModelConfig
 from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 from tonnage.hardware import Card
+from tonnage.planner.predict import StageProbe
 from tonnage.planner.question import Question
 from tonnage.planner.weights import weights_of
 from tonnage.terms import Rank
@@ -28,6 +29,7 @@ class Asked(TypedDict, total=False):
     checkpoint   what the headers of the model's files say, where they are at hand
     reference    plan by the reference policy with these knobs (default: by our own)
     draft        a smaller model that proposes tokens, loaded beside it
+    probe        who knows the stages of a step better than closed forms
     """
 
     card: Required[Card]
@@ -39,6 +41,7 @@ class Asked(TypedDict, total=False):
     checkpoint: Checkpoint | None
     reference: ReferenceKnobs | None
     draft: ModelConfig | None
+    probe: StageProbe | None
 
 
 def on_rank(asked: Asked, rank: Rank) -> Asked:
@@ -58,6 +61,7 @@ def question_for(
     checkpoint: Checkpoint | None = None,
     reference: ReferenceKnobs | None = None,
     draft: ModelConfig | None = None,
+    probe: StageProbe | None = None,
 ) -> Question:
     """The question that those arguments ask. Raises ``InvalidSetting`` for a dtype or a rank that cannot be."""
     element = parse_dtype(dtype or config.dtype, knob="dtype", allowed=WEIGHT_DTYPES)
@@ -76,4 +80,5 @@ def question_for(
         reference=reference,
         draft=draft,
         checkpoint=checkpoint,
+        probe=probe,
     )

@@ -25,7 +25,7 @@ from tonnage.planner.host_tier import refuse_less_than_a_slab, whole_slabs
 from tonnage.planner.knobs import check_knobs
 from tonnage.planner.limits import num_drafts, resolve_limits, why_no_prefixes
 from tonnage.planner.policy import answered, limits_by, refuse_engine_beams, refuse_own_money, windows_by
-from tonnage.planner.predict import leave_out, predict
+from tonnage.planner.predict import StageProbe, leave_out, predict
 from tonnage.terms import IDLE_TIER, Claim, Measured, MemoryPlan, Quantity, Rank
 from tonnage.units import format_bytes, round_down
 
@@ -39,6 +39,7 @@ class Question:
 
     ``weights`` does not depend on the limits, so it is computed once and carried along. ``reference`` are the knobs
     of the reference policy, None: our own policy answers. ``draft`` is a second, smaller model that proposes tokens.
+    ``probe`` knows the stages of a step where nothing was measured; None: closed forms do.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class Question:
     reference: ReferenceKnobs | None = None
     draft: ModelConfig | None = None
     checkpoint: Checkpoint | None = None
+    probe: StageProbe | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -261,6 +263,7 @@ def _predicted(question: Question, limits: Limits) -> Measured:
         dtype=question.dtype,
         weights=question.weights,
         draft=question.draft,
+        probe=question.probe,
     )
     return leave_out(measured, question.knobs.disabled_claims)
 
@@ -323,5 +326,7 @@ def fingerprint(question: Question, limits: Limits) -> str:
         "device": [question.card.name, question.card.total_bytes, question.card.num_sms, question.page_bytes],
         "versions": {"tonnage": tonnage.__version__, **dict(question.versions)},
     }
+    if question.probe is not None:
+        known = {**known, "probe": question.probe.identity}
     text = json.dumps(known, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()

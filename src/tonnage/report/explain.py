@@ -26,6 +26,7 @@ KNOWN = {
     Source.DERIVED: "computed from shapes and limits",
     Source.CATALOGUE: "from the table of cards",
     Source.PREDICTED: "predicted by a formula, not measured",
+    Source.SIMULATED: "counted on a forward of fake tensors, with no weights and no device",
     Source.ASKED: "as asked for",
     Source.ASSUMED: "assumed, for want of a measurement",
 }

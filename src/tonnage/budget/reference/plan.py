@@ -87,6 +87,7 @@ def reference_plan(
         warnings=(*inputs.warnings, *([chosen.warning] if chosen.warning else []), *warnings),
         not_charged=_not_charged(inputs, solved),
         policy="reference",
+        stages=inputs.measured.stages,
     )
 
 

@@ -42,7 +42,7 @@ class _Lists:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._download: Download | None = Download(tensors)
         self._found: list[Any] = []
-        if not any(tensor.is_cuda for tensor in tensors):
+        if all(tensor.device.type == "cpu" for tensor in tensors):  # tensors without bytes are never read
             self.read()
 
     def read(self) -> list[Any]:

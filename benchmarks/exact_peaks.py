@@ -1,0 +1,332 @@
+"""What `tonnage plan --exact` says of a forward, beside the real layers run with random weights.
+
+On a card (`--device cuda`): published shapes at 2,048, 8,192 and 16,384 tokens, as they are and compiled as the engine
+compiles them; torch's own peaks of allocated and reserved bytes beside the intervals. On a host: small shapes of the
+same families, compiled by the same compiler for a CPU, whose allocator the profiler watches: scratch that a product
+takes inside itself is left out, and what torch's caching allocator would reserve for 32 times these bytes is replayed.
+Attention only makes its result in either: its scratch is declared elsewhere. A few layers of each kind are run, since
+the peak does not depend on how many there are (tests/cpu/test_exact.py); `--layers 0` runs all.
+
+    python benchmarks/exact_peaks.py --device cuda --output exact.json
+    python benchmarks/exact_peaks.py --output benchmarks/results/DATE-cpu-exact-peaks.json
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config
+
+from filing import file_away, parser
+from tonnage.config import Limits
+from tonnage.costs.config import ModelConfig
+from tonnage.engine.attend import ATTENTION_NAME, attending, register_attention
+from tonnage.engine.compiled import compile_layers
+from tonnage.engine.exact import FakeProbe
+from tonnage.engine.exact.probe import reserved_by, seen_step
+from tonnage.engine.exact.segments import Event
+from tonnage.engine.exact.skeleton import Skeleton
+from tonnage.engine.exact.steps import forward
+from tonnage.engine.family import FAMILIES, Family
+from tonnage.engine.packing import packed_order
+from tonnage.engine.weights import class_layout, experts_implementation, place_parameters
+from tonnage.hardware import find_card, generic_card
+from tonnage.terms import Quantity, Rank, StepShape
+from tonnage.units import MiB
+
+DTYPE = "bfloat16"
+COMMON = {"max_position_embeddings": 32_768, "torch_dtype": DTYPE, "tie_word_embeddings": False}
+#: Published shapes; as many layers as hold three of each kind.
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 14_336, "vocab_size": 128_256, "num_hidden_layers": 4,
+}  # fmt: skip
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "vocab_size": 151_936, "num_hidden_layers": 4,
+}  # fmt: skip
+GEMMA3 = {
+    "model_type": "gemma3_text", "hidden_size": 3840, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 256, "intermediate_size": 15_360, "vocab_size": 262_208, "num_hidden_layers": 18,
+    "sliding_window": 1024,
+}  # fmt: skip
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "intermediate_size": 10_944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 1, "topk_group": 1,
+    "topk_method": "greedy", "vocab_size": 102_400, "num_hidden_layers": 5,
+}  # fmt: skip
+CARD_SHAPES = {
+    "Llama-3.1-8B": LLAMA,
+    "Qwen3-30B-A3B": QWEN3_MOE,
+    "Gemma-3-12B": GEMMA3,
+    "DeepSeek-V2-Lite": DEEPSEEK_V2,
+}
+CARD_TOKENS, LOGITS_ROWS = (2048, 8192, 16_384), 256
+
+
+def small(shape: Mapping[str, object], **changes: object) -> dict[str, object]:
+    return {**shape, "vocab_size": 1000, "num_hidden_layers": 3, **changes}
+
+
+#: By name: the same families with small widths in about the same proportions, and some whose attention sets the peak.
+HOST_SHAPES = {
+    "llama": small(LLAMA, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+                   intermediate_size=1792),
+    "llama, wide heads": small(LLAMA, hidden_size=512, num_attention_heads=32, num_key_value_heads=32, head_dim=64,
+                               intermediate_size=512),
+    "qwen3": small(LLAMA, model_type="qwen3", hidden_size=512, num_attention_heads=16, num_key_value_heads=4,
+                   head_dim=64, intermediate_size=1536),
+    "qwen3, wide heads": small(LLAMA, model_type="qwen3", hidden_size=512, num_attention_heads=32,
+                               num_key_value_heads=8, head_dim=64, intermediate_size=512),
+    "gemma3": small(GEMMA3, hidden_size=480, num_attention_heads=16, head_dim=32, intermediate_size=1920,
+                    layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
+    "qwen3_moe": small(QWEN3_MOE, hidden_size=512, head_dim=32, moe_intermediate_size=192, num_experts=32,
+                       intermediate_size=1536),
+    "mixtral": small(LLAMA, model_type="mixtral", hidden_size=512, num_attention_heads=8, num_key_value_heads=2,
+                     head_dim=64, intermediate_size=1792, num_local_experts=8, num_experts_per_tok=2),
+    "deepseek_v2": small(DEEPSEEK_V2, hidden_size=512, intermediate_size=2736, moe_intermediate_size=352,
+                         n_routed_experts=16, kv_lora_rank=128, qk_rope_head_dim=16, qk_nope_head_dim=32,
+                         v_head_dim=32),
+    "deepseek_v2, narrow experts": small(DEEPSEEK_V2, hidden_size=512, intermediate_size=512,
+                                         moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=2,
+                                         kv_lora_rank=128, qk_rope_head_dim=16, qk_nope_head_dim=64, v_head_dim=64),
+}  # fmt: skip
+HOST_TOKENS, HOST_SCALE = (1000,), 32
+
+
+class ResultAlone:
+    """Attention that only makes its result."""
+
+    def forward(self, _: object, __: int, query: Any, ___: Any, value: Any, **____: object) -> torch.Tensor:
+        made: torch.Tensor = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        return made
+
+
+def config_of(name: str, shape: Mapping[str, object]) -> ModelConfig:
+    return ModelConfig.from_dict({**COMMON, **shape}, name=name)
+
+
+def built(config: ModelConfig, family: Family, device: torch.device) -> torch.nn.Module:
+    """The model with random weights, all in one allocation as the engine has them, projections packed by ``family``."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    register_attention()
+    library = CONFIG_MAPPING[config.model_type].from_dict(dict(config.raw))
+    experts = experts_implementation(library, DTYPE) or ("grouped_mm" if config.raw.get("n_routed_experts") else None)
+    with device:
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            library, dtype=getattr(torch, DTYPE), attn_implementation=ATTENTION_NAME, experts_implementation=experts
+        )
+    layout = packed_order(class_layout(model), family.packs)
+    arena = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+    arena.view(torch.bfloat16).normal_(0, 0.02)
+    place_parameters(model, layout, arena, family)
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+class Step:
+    """One forward and its logits, as the executor runs them, over inputs that were there before."""
+
+    def __init__(self, model: Any, num_tokens: int, logits_rows: int, device: torch.device) -> None:
+        self._model, self._rows = model, logits_rows
+        self._ids = torch.randint(0, 900, (1, num_tokens), device=device)
+        self._positions = torch.arange(num_tokens, device=device)[None]
+        self._places = torch.arange(logits_rows, device=device)
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        with attending(ResultAlone(), None):  # type: ignore[arg-type]
+            found = self._model.base_model(input_ids=self._ids, position_ids=self._positions, use_cache=False)
+        hidden = found.last_hidden_state[0]
+        if self._rows:
+            self._model.get_output_embeddings()(hidden.index_select(0, self._places))
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+def card_peaks(step: Callable[[], None]) -> dict[str, int]:
+    """Growth of what torch has allocated and reserved, from an empty cache."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    step()
+    torch.cuda.synchronize()
+    after = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"allocated": after[0] - before[0], "reserved": after[1] - before[1]}
+
+
+def host_peaks(step: Callable[[], None]) -> dict[str, int]:
+    """The most bytes alive by the profiler; an allocation that is given back at once was a product's own."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        step()
+    found = sorted(_allocations(watched.profiler.kineto_results.experimental_event_tree()))
+    events = [(pointer, size) for _, pointer, size in found]
+    kept, place = [], 0
+    while place < len(events):
+        (pointer, size), after = events[place], events[place + 1 : place + 2]
+        if size > 0 and after == [(pointer, -size)]:
+            place += 2
+            continue
+        kept.append((pointer, size))
+        place += 1
+    live = best = 0
+    for _, size in kept:
+        live += size
+        best = max(best, live)
+    return {"allocated": best, "reserved": reserved_by([scaled(kept)])}
+
+
+def scaled(events: Sequence[Event]) -> list[Event]:
+    """Small shapes in sizes of large ones, for which a caching allocator has other rules."""
+    return [(key, HOST_SCALE * num_bytes) for key, num_bytes in events]
+
+
+def _allocations(nodes: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Time, address and bytes of every allocation and release in the tree."""
+    for node in nodes:
+        if node.tag == torch._C._profiler._EventType.Allocation:
+            yield node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size
+        yield from _allocations(node.children)
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------
+
+
+def estimates(config: ModelConfig, family: Family, num_tokens: int, logits_rows: int) -> dict[str, Any]:
+    """Before coefficients: of the same step, as it is and compiled."""
+    with warnings.catch_warnings():
+        skeleton = Skeleton(config, dtype=DTYPE, layers=range(config.num_layers), family=family)
+        trace = forward(skeleton, num_tokens=num_tokens, logits_rows=logits_rows)
+    found = {}
+    for name, is_compiled in (("eager", False), ("compiled", True)):
+        seen = seen_step(name, StepShape(num_tokens=num_tokens), trace, config, is_compiled=is_compiled)
+        reserved = reserved_by([seen.events if logits_rows else scaled(seen.events)])
+        found[name] = {"allocated": seen.peak_bytes, "reserved": reserved, "kind": seen.kind, "phase": seen.phase}
+    return found
+
+
+def intervals(config: ModelConfig, num_tokens: int) -> dict[str, Quantity]:
+    """What `tonnage plan --exact` prints for the prefill stage of such a step."""
+    limits = Limits(
+        max_seq_len=num_tokens, max_batch_size=LOGITS_ROWS, max_num_tokens=num_tokens, max_logits_rows=LOGITS_ROWS
+    )
+    try:
+        card = find_card(torch.cuda.get_device_name())
+    except Exception:  # noqa: BLE001 - a card that is not in the catalogue, or none: only its kind counts here
+        card = generic_card(80 * 2**30)
+    probe = FakeProbe()
+    stages = probe.stages(config, card=card, limits=limits, rank=Rank(), dtype=DTYPE)
+    if stages is None:
+        raise SystemExit("\n".join(probe.notes))
+    return {"allocated": stages[0].allocated, "reserved": stages[0].reserved}
+
+
+def compared(
+    name: str, config: ModelConfig, sizes: Sequence[int], *, packed: bool, device: str
+) -> list[dict[str, Any]]:
+    """Every size, run as it is and then compiled."""
+    is_card = device == "cuda"
+    own = FAMILIES.get(config.model_type)
+    family = own if packed and own is not None else Family(model_type=config.model_type)
+    rows = LOGITS_ROWS if is_card else 0
+    peaks = card_peaks if is_card else host_peaks
+    where = torch.device("cuda" if is_card else "cpu")
+    model = built(config, family, where)
+    measured: dict[int, dict[str, Any]] = {size: {} for size in sizes}
+    for mode in ("eager", "compiled"):
+        if mode == "compiled":
+            torch._dynamo.reset()
+            compile_layers(model)
+        for size in sizes:
+            step = Step(model, size, rows, where)
+            for tokens in (size, size - 8):  # of two sizes, so that the code is for any number of tokens
+                Step(model, tokens, rows, where)()
+            step()
+            measured[size][mode] = peaks(step)
+            del step
+            gc.collect()
+    found = []
+    for size in sizes:
+        told = {mode: {**measured[size][mode], "estimate": each} for mode, each in
+                estimates(config, family, size, rows).items()}  # fmt: skip
+        row: dict[str, Any] = {"case": name, "packed": packed, "tokens": size, **told}
+        # The plan speaks of what the engine runs: packed where it packs.
+        if is_card and packed == bool(own and own.packs):
+            row["interval"] = {
+                what: [each.low, each.bytes, each.high] for what, each in intervals(config, size).items()
+            }
+        found.append(row)
+        print(sentence(row), flush=True)
+    return found
+
+
+def sentence(row: Mapping[str, Any]) -> str:
+    told = f"{row['case']:28s} {'packed' if row['packed'] else 'apart':6s} {row['tokens']:>6,}"
+    for mode in ("eager", "compiled"):
+        seen, estimate = row[mode], row[mode]["estimate"]
+        told += f" | {mode} {seen['allocated'] / MiB:9.2f} / {estimate['allocated'] / MiB:9.2f}"
+        told += f" ({seen['allocated'] / estimate['allocated']:.4f}) reserved {seen['reserved'] / MiB:7.0f}"
+        told += f" / {estimate['reserved'] / MiB:7.0f}"
+    told += f" | {row['compiled']['estimate']['kind']}"
+    for what, (low, _, high) in row.get("interval", {}).items():
+        is_inside = low <= row["compiled"][what] <= high
+        told += f" | {what} {'inside' if is_inside else 'OUTSIDE'} {low / MiB:.0f} to {high / MiB:.0f}"
+        told += f" ({(high - low) / row['interval'][what][1]:.1%} wide)"
+    return told
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=None, help="layers of each model, 0 for all (default: a few)")
+    options.add_argument("--only", default="", help="names of cases that contain this")
+    asked = options.parse_args()
+    is_card = asked.device == "cuda"
+    if not is_card:
+        # For a CPU the compiler writes concatenations out; for a card it computes them where they are read.
+        torch._inductor.config.force_pointwise_cat = True
+    if is_card and not torch.cuda.is_available():
+        print("there is no card here", file=sys.stderr)
+        return 1
+    shapes, sizes = (CARD_SHAPES, CARD_TOKENS) if is_card else (HOST_SHAPES, HOST_TOKENS)
+    rows: list[dict[str, Any]] = []
+    for name, shape in shapes.items():
+        if asked.only not in name:
+            continue
+        changes = {} if asked.layers is None else {"num_hidden_layers": asked.layers or ALL_LAYERS.get(name, 4)}
+        config = config_of(name, {**shape, **changes})
+        own = FAMILIES.get(config.model_type)
+        for packed in (False, True) if own and own.packs else (False,):
+            rows += compared(name, config, sizes, packed=packed, device=asked.device)
+            gc.collect()
+            if is_card:
+                torch.cuda.empty_cache()
+    outside = [row for row in rows for what, (low, _, high) in row.get("interval", {}).items()
+               if not low <= row["compiled"][what] <= high]  # fmt: skip
+    if is_card:
+        print(f"{len(outside)} of {sum(2 for row in rows if 'interval' in row)} peaks outside their interval")
+    figures = {"dtype": DTYPE, "logits_rows": LOGITS_ROWS if is_card else 0, "rows": rows}
+    file_away(asked.output, figures, commit=asked.commit)
+    if asked.output is None:
+        print(json.dumps(figures, indent=1))
+    return 1 if outside else 0
+
+
+#: Layers of the published models, for ``--layers 0``.
+ALL_LAYERS = {"Llama-3.1-8B": 32, "Qwen3-30B-A3B": 48, "Gemma-3-12B": 48, "DeepSeek-V2-Lite": 27}
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    raise SystemExit(main())

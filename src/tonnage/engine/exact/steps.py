@@ -1,0 +1,97 @@
+"""Steps of a model of which nothing is real, one trace each: what the executor does, without its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
+from tonnage.engine.exact.skeleton import Skeleton
+from tonnage.engine.exact.trace import Trace, Tracer
+from tonnage.engine.sampling import Sampler, SamplingTable
+from tonnage.resources.penalties import PenaltyTensors
+from tonnage.sampling import SamplingParams
+
+#: Where the sampler's tensors without bytes lie; what it uploads is counted there, what it fills on the host is not.
+_NOWHERE = "meta"
+#: A row with every feature but penalties, which are added where requests may have them: as the engine's probe asks.
+_EVERYTHING: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_k": 50,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "logit_bias": {0: 1.0},
+    "min_tokens": 3,
+    "stop_token_ids": (0,),
+    "seed": 0,
+}
+_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+
+
+def forward(skeleton: Skeleton, *, num_tokens: int, logits_rows: int) -> Trace:
+    """One forward over ``num_tokens``, then ``logits_rows`` rows of logits; fewer rows than tokens are picked first."""
+    with skeleton.running():
+        ids, positions = (torch.zeros(1, num_tokens, dtype=torch.int64) for _ in range(2))
+        places = torch.zeros(logits_rows, dtype=torch.int64)
+        tracer = Tracer([*skeleton.known, ids, positions, places])
+        with tracer.watching(skeleton.model, skeleton.compiled_parts), tracer:
+            hidden = skeleton.base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
+            if logits_rows:
+                chosen = hidden.index_select(0, places) if logits_rows < num_tokens else hidden
+                logits = skeleton.head(chosen)
+                del chosen, logits
+            del hidden
+    return tracer.trace
+
+
+def sampling(
+    *, logits_rows: int, vocab_size: int, dtype: str, num_logprobs: int, penalties: bool, tile_elements: int
+) -> Trace:
+    """Rows of logits, and a draw from each with everything that a request may ask for."""
+    tables = _tables(logits_rows, vocab_size) if penalties else None
+    logits, tracer = _logits(logits_rows, vocab_size, dtype)
+    with tracer:
+        made = torch.empty_like(logits)
+        asked = {**_EVERYTHING, **(_PENALTIES if penalties else {})}
+        params = SamplingParams(**asked, logprobs=min(num_logprobs, vocab_size))
+        table = SamplingTable(logits_rows)
+        for slot in range(logits_rows):
+            table.set(slot, params, seed=slot, stop_ids=frozenset((0,)), num_prompt_tokens=1)
+        rows = table.rows(np.arange(logits_rows), np.ones(logits_rows, np.int64))
+        drawn = Sampler(vocab_size, tile_elements=tile_elements).draw(made, rows, tables)
+        del made, drawn
+    return tracer.trace
+
+
+def prompt_logprobs(
+    *, hidden_bytes: int, logits_rows: int, vocab_size: int, dtype: str, num_logprobs: int, tile_elements: int
+) -> Trace:
+    """As many rows of a prompt's logits as are made at once, beside the prompt's hidden states."""
+    logits, tracer = _logits(logits_rows, vocab_size, dtype)
+    targets = torch.zeros(logits_rows, dtype=torch.int64, device=_NOWHERE)
+    with tracer:
+        hidden = torch.empty(hidden_bytes, dtype=torch.uint8, device=_NOWHERE)
+        made = torch.empty_like(logits)
+        top = min(num_logprobs, vocab_size)
+        told = Sampler(vocab_size, tile_elements=tile_elements).told(made, targets, num_top=top)
+        del made, hidden, told
+    return tracer.trace
+
+
+def tile_elements(device_kind: str) -> int:
+    return SAMPLER_TILE_ELEMENTS[device_kind]
+
+
+def _logits(rows: int, vocab_size: int, dtype: str) -> tuple[torch.Tensor, Tracer]:
+    logits = torch.empty(rows, vocab_size, dtype=getattr(torch, dtype), device=_NOWHERE)
+    return logits, Tracer([logits], device=_NOWHERE)
+
+
+def _tables(num_slots: int, vocab_size: int) -> PenaltyTensors:
+    """Made before anything is watched: they stay, and whoever keeps them has claimed them."""
+    return PenaltyTensors(
+        counts=torch.empty(num_slots, vocab_size, dtype=torch.int32, device=_NOWHERE),
+        seen=torch.empty(num_slots, vocab_size, dtype=torch.bool, device=_NOWHERE),
+    )
