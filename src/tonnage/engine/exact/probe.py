@@ -89,6 +89,8 @@ class FakeProbe:
         for name, step in (("prefill", prefill), ("decode", decode)):
             trace = forward(skeleton, num_tokens=step.num_tokens, logits_rows=logits_rows)
             found.append(seen_step(name, step, trace, config, is_compiled=is_compiled))
+        if shape.has_head and card.kind == "host":
+            found[1] = _with_draws(found[1], config, limits, dtype=dtype)
         if shape.has_head:
             found += _sampled(config, limits, prefill, decode, dtype=dtype, device_kind=card.kind)
         is_packed = config.model_type in FAMILIES and bool(FAMILIES[config.model_type].packs)
@@ -150,6 +152,21 @@ def seen_step(name: str, shape: StepShape, trace: Trace, config: ModelConfig, *,
     )
 
 
+def _with_draws(seen: Seen, config: ModelConfig, limits: Limits, *, dtype: str) -> Seen:
+    """A step of decodes with the draws behind it, which on a card are one kernel that holds nothing."""
+    trace = sampling(
+        logits_rows=limits.max_logits_rows,
+        vocab_size=config.vocab_size,
+        dtype=dtype,
+        num_logprobs=0,
+        penalties=False,
+        tile_elements=tile_elements("host"),
+        is_plain=True,
+    )
+    peak = max(seen.peak_bytes, top_of(trace.events).num_bytes)
+    return replace(seen, events=(*seen.events, *trace.events), peak_bytes=peak, uncompiled_bytes=peak)
+
+
 def _sampled(
     config: ModelConfig, limits: Limits, prefill: StepShape, decode: StepShape, *, dtype: str, device_kind: str
 ) -> list[Seen]:
@@ -171,7 +188,7 @@ def _sampled(
                 shape=shape,
                 events=trace.events,
                 peak_bytes=top.num_bytes,
-                kind=SAMPLER,
+                kind=SAMPLER if device_kind == "cuda" else PLAIN,
                 phase=f"{rows:,} rows",
                 uncompiled_bytes=None,
             )
@@ -203,7 +220,7 @@ def _peaks(found: Sequence[Seen], *, device_kind: str, is_compiled: bool, reserv
                 shape=seen.shape,
                 allocated=allocated,
                 reserved=reserved,
-                compiled=is_compiled and seen.kind != SAMPLER,
+                compiled=is_compiled and seen.uncompiled_bytes is not None,
                 uncompiled_bytes=seen.uncompiled_bytes,
             )
         )

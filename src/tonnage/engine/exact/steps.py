@@ -47,15 +47,23 @@ def forward(skeleton: Skeleton, *, num_tokens: int, logits_rows: int) -> Trace:
 
 
 def sampling(
-    *, logits_rows: int, vocab_size: int, dtype: str, num_logprobs: int, penalties: bool, tile_elements: int
+    *,
+    logits_rows: int,
+    vocab_size: int,
+    dtype: str,
+    num_logprobs: int,
+    penalties: bool,
+    tile_elements: int,
+    is_plain: bool = False,
 ) -> Trace:
-    """Rows of logits, and a draw from each with everything that a request may ask for."""
+    """Rows of logits, and a draw from each with everything that a request may ask for; ``is_plain``: of the most
+    probable token, with nothing else."""
     tables = _tables(logits_rows, vocab_size) if penalties else None
     logits, tracer = _logits(logits_rows, vocab_size, dtype)
     with tracer:
         made = torch.empty_like(logits)
-        asked = {**_EVERYTHING, **(_PENALTIES if penalties else {})}
-        params = SamplingParams(**asked, logprobs=min(num_logprobs, vocab_size))
+        asked = {**_EVERYTHING, **(_PENALTIES if penalties else {}), "logprobs": min(num_logprobs, vocab_size)}
+        params = SamplingParams() if is_plain else SamplingParams(**asked)
         table = SamplingTable(logits_rows)
         for slot in range(logits_rows):
             table.set(slot, params, seed=slot, stop_ids=frozenset((0,)), num_prompt_tokens=1)
