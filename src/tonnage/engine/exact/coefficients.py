@@ -15,10 +15,12 @@ from pathlib import Path
 
 from tonnage.terms import Quantity, Source
 
-#: On either side of the ratios seen: on a card, on a host whose compiler is the same but not its code generator, or
-#: nowhere. What runs operation by operation came out to the byte wherever it was compared.
+#: On either side of the ratios seen: on a card; in the code that the compiler wrote for a card, which was not run; on a
+#: host, where the same compiler writes other code; or nowhere. What runs operation by operation came out to the byte
+#: wherever it was compared.
 MARGINS = {
     "card": Fraction(25, 1000),
+    "code": Fraction(30, 1000),
     "host": Fraction(50, 1000),
     "nowhere": Fraction(70, 1000),
 }
@@ -35,7 +37,7 @@ _FILE = Path(__file__).parent / "data" / "coefficients.json"
 class Record:
     """One case: the phase that set its peak, what was measured, and what was estimated.
 
-    ``on``: "card" or "host"; ``result`` is the file that holds the measurement.
+    ``on``: "card", "code" or "host"; ``result`` is the file that holds the measurement.
     """
 
     kind: str
@@ -76,18 +78,19 @@ def records() -> tuple[Record, ...]:
 
 
 def coefficient(kind: str) -> Coefficient:
-    """By what was seen on a card, else on a host, else none of it."""
+    """By what was seen on a card, else in code for one, else on a host, else none of it."""
     if kind == PLAIN:
         return _around((Fraction(1),), EXACT_MARGIN, "operation by operation")
     found = [record for record in records() if record.kind == kind]
-    on = next((place for place in ("card", "host") if any(record.on == place for record in found)), "nowhere")
+    on = next((place for place in ("card", "code", "host") if any(record.on == place for record in found)), "nowhere")
     found = [record for record in found if record.on == on]
     if not found:
         return _around((Fraction(1),), MARGINS[on], "no measurement of such a phase is filed")
     seen = sorted({f"{record.device}, {record.date}" for record in found})
-    count = f"{len(found)} measurement{'s' * (len(found) > 1)}"
+    noun = "layer compiled for" if on == "code" else "measurement on"
+    count = f"{len(found)} {noun if len(found) == 1 else noun.replace(' ', 's ', 1)}"
     margin = RESERVED_MARGIN if kind == RESERVED else MARGINS[on]
-    return _around(tuple(record.ratio for record in found), margin, f"by {count} on {' and '.join(seen)}")
+    return _around(tuple(record.ratio for record in found), margin, f"by {count} {' and '.join(seen)}")
 
 
 def _around(ratios: tuple[Fraction, ...], margin: Fraction, told: str) -> Coefficient:

@@ -140,7 +140,7 @@ def seen_step(name: str, shape: StepShape, trace: Trace, config: ModelConfig, *,
     number = at[top.event]
     op = trace.ops[number]
     is_inside = any(region.first_op <= number < region.last_op for region in trace.regions)
-    kind = _kind(op.module, config) if is_compiled and is_inside else PLAIN
+    kind = kind_of(op.module, config) if is_compiled and is_inside else PLAIN
     return Seen(
         name=name,
         shape=shape,
@@ -240,7 +240,7 @@ def _phase(module: str) -> str:
     return ".".join(part for part in module.split(".")[1:] if not part.isdigit() and part not in ("layers", "inner"))
 
 
-def _kind(module: str, config: ModelConfig) -> str:
+def kind_of(module: str, config: ModelConfig) -> str:
     """What sort of phase runs in the module of that path, by the names that classes give."""
     parts = module.split(".")
     packed = "packed " if "inner" in parts else ""

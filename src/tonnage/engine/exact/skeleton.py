@@ -89,7 +89,7 @@ class Skeleton:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around a forward: nothing computes, and attention leaves its result alone."""
-        _attend.number = self._number
+        attention.number = self._number
         with _quiet(), self.mode, torch.no_grad():
             yield
 
@@ -117,14 +117,15 @@ class _Attention:
         return made, None
 
 
-_attend = _Attention()
+#: The one that every skeleton registers.
+attention = _Attention()
 
 
 def _on_meta(config: ModelConfig, *, dtype: str, tp: int) -> torch.nn.Module:
     """Every layer, on ``meta``: nothing is allocated and nothing initialised."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModel, AutoModelForCausalLM
 
-    AttentionInterface.register(_ATTENTION_NAME, _attend)
+    AttentionInterface.register(_ATTENTION_NAME, attention)
     text = _cut(_text_config(config.raw), tp)
     # The text part of some models has no class with a vocabulary projection of its own.
     kind: Any = AutoModelForCausalLM if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
