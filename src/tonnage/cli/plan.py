@@ -65,9 +65,7 @@ def plan(
     """
     if explain and as_json:
         raise UserError("both --explain and --json say how to print the plan", remedy="keep one of them")
-    engines.refuse_others(
-        explain=explain, exact=exact, output=output, html=html, features=features, policy=policy
-    )
+    engines.refuse_others(explain=explain, exact=exact, output=output, html=html, features=features, policy=policy)
     knobs, limits = features.knobs(pool), features.limits(pool)
     card = card_of(device, memory, verb="plan")
     check_stages(ranks)

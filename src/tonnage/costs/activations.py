@@ -23,7 +23,7 @@ of each family.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from tonnage.costs.config import ModelConfig
@@ -189,6 +189,11 @@ def _dense(name: str, num_bytes: int) -> Phase:
     return Phase(name=name, bytes=num_bytes, low=num_bytes * COMPILED_FRACTION, high=num_bytes * (1 + ERROR_FRACTION))
 
 
+def _fused(name: str, num_bytes: int, fused_bytes: int) -> Phase:
+    """As ``_dense``, of which compiled layers keep no more than ``fused_bytes``."""
+    return replace(_dense(name, num_bytes), low=min(num_bytes * COMPILED_FRACTION, Fraction(fused_bytes)))
+
+
 def _times(phase: Phase, count: int) -> Phase:
     return Phase(name=phase.name, bytes=phase.bytes * count, low=phase.low * count, high=phase.high * count)
 
@@ -200,7 +205,7 @@ def _stage_phases(config: ModelConfig, shape: RankShape, rank: Rank, *, word: in
     at = Setting(hidden=hidden, always=always, word=word, cut=Cut.of(rank), traits=traits)
     packed = config.model_type in FAMILIES and FAMILIES[config.model_type].packed
     for layer in {settled(config, config.layers[number]) for number in shape.layers}:
-        yield _dense("norm", always * word + 2 * hidden * _FLOAT)
+        yield _fused("norm", always * word + 2 * hidden * _FLOAT, always * word)
         for mixer in layer.mixers:
             if isinstance(mixer, Attention):
                 yield from _attention_phases(mixer, at, is_packed=packed)
@@ -227,10 +232,13 @@ def _attention_phases(mixer: Attention, at: Setting, *, is_packed: bool) -> Iter
     query, key = at.cut.heads(mixer.num_heads) * mixer.head_dim, at.cut.heads(mixer.num_kv_heads) * mixer.head_dim
     gate = 2 * query if at.traits.output_gate else 0
     rotary = max(4 * query + (3 if is_packed else 2) * key, 2 * query + 5 * key) + gate
-    yield _dense("rotary", (at.always + rotary) * at.word)
+    # Compiled, the most is alive where attention makes its result; the layer's normed input has gone by then.
+    called = at.always - at.hidden + 2 * query + 2 * key
+    yield _fused("rotary", (at.always + rotary) * at.word, called * at.word)
     if at.traits.qk_norm:
         floats = 2 * query * (_FLOAT if at.word < _FLOAT else 0)
-        yield _dense("head norm", (at.always + query + gate) * at.word + floats)
+        best = (at.always + query + gate) * at.word + floats
+        yield _fused("head norm", best, best - floats)
 
 
 def _mlp_phase(part: Dense, at: Setting, *, is_packed: bool, num_steps: int) -> Phase:

@@ -73,8 +73,9 @@ class Skeleton:
 
     @property
     def base(self) -> Any:
-        """The decoder without its vocabulary projection."""
-        return self.model.base_model
+        """The decoder without its vocabulary projection; a few classes do not say by which name they keep it."""
+        base: Any = self.model.base_model
+        return getattr(base, "model", base) if base is self.model else base
 
     @property
     def head(self) -> Any:
@@ -84,7 +85,8 @@ class Skeleton:
     @property
     def compiled_parts(self) -> list[torch.nn.Module]:
         """What runs as one compiled function each."""
-        return compiled_parts(self.model) if hasattr(self.base, "layers") else list(self.layers)
+        is_usual = hasattr(self.model.base_model, "layers")
+        return compiled_parts(self.model) if is_usual else list(self.layers)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -137,7 +139,7 @@ def _on_meta(config: ModelConfig, *, dtype: str, tp: int) -> torch.nn.Module:
         except ValueError as error:
             if "experts implementation" not in str(error):
                 raise
-            model = kind.from_config(text, **asked)  # a class that has one way alone
+            raise Unrunnable("its class runs every expert over every token, which no engine does") from None
     for module in model.modules():
         # Embeddings that look at how long a text is would ask a tensor; they keep what they have.
         if isinstance(getattr(module, "rope_type", None), str):
