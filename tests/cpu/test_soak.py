@@ -9,16 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small_models import library_model, save
 
 from tonnage.bench import soak as soak_module
 from tonnage.bench.mix import BAD_VALUES, SALTS, Mix
 from tonnage.bench.moves import Ask
+from tonnage.bench.rules import Limits
 from tonnage.bench.soak import RULES, Soak, make_mix
 from tonnage.bench.soak_report import soak_document
 from tonnage.bench.witness import RULES as WITNESS_RULES
 from tonnage.bench.witness import Heard, Witness
 from tonnage.caching import CacheParams
-from tonnage.config import LimitKnobs, Setting
+from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.engine import Completion, EngineOptions, Finish, start
 from tonnage.engine.mishaps import Mishaps
 from tonnage.engine.outcome import TokenLogprobs
@@ -28,6 +30,7 @@ from tonnage.engine.scheduler import Scheduler
 from tonnage.engine.shadow import EMPTY, Shadow, ShadowMover
 from tonnage.engine.stub import stub_engine
 from tonnage.errors import DriverError, InvalidSetting
+from tonnage.layout import window_blocks
 from tonnage.resources import prefixes
 from tonnage.resources.cache import BlockCache
 from tonnage.resources.gate import PrefillTokens
@@ -40,7 +43,7 @@ from tonnage.resources.room import Room
 from tonnage.resources.tables import PageTables
 from tonnage.sampling import SamplingParams
 from tonnage.terms import LineKind, MemoryKind
-from tonnage.units import GiB, MiB
+from tonnage.units import GiB, MiB, ceil_div
 
 #: A pool of two sequences of full length, where most end soon: many wait, and some are suspended.
 TIGHT = {"kv_tokens": 512, "max_seq_len": 256, "max_batch_size": 48, "max_num_tokens": 256, "end_probability": 0.1}
@@ -147,6 +150,40 @@ def test_a_real_engine_holds(tiny_llama):
     assert document["is_good"]
     assert document["rules"]["blocks"]["broken"] == 0
     assert document["memory"]["unattributed_bytes"] is not None
+
+
+#: Windows alone, as many layers with one as without, few without: groups of layers share the pool.
+WINDOWED = {
+    "mistral, a window": {"sliding_window": 18},
+    "gemma2": {"sliding_window": 18},
+    "gemma3": {"sliding_window": 18, "num_hidden_layers": 5, "sliding_window_pattern": 5},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_an_engine_with_windows_holds_and_is_judged_by_what_its_groups_take(name, tmp_path, light_collector):
+    """In a pool for less than two of the longest."""
+    folder = save(library_model(name, **WINDOWED[name]), tmp_path)
+    limits = LimitKnobs(max_seq_len=Setting(96), max_batch_size=Setting(8), max_num_tokens=Setting(64))
+    knobs = Knobs(kv_tokens=Setting(170), block_tokens=Setting(4))
+    options = EngineOptions(model=str(folder), memory_bytes=GiB, knobs=knobs, limit_knobs=limits, fence=False)
+    report = soaked(start(options), 60, seed=3, has_sampler=True)
+    assert report.is_good, "\n".join(report.told)
+    assert report.outcomes["length"] > 20
+
+
+@pytest.mark.parametrize("windows", [(None,), (18,), (None, 18), (None, 18, 5)], ids=str)
+def test_the_most_that_a_sequence_holds_is_no_less_than_its_layers_need(windows):
+    limits = Limits(
+        num_blocks=99, block_tokens=4, max_seq_len=400, max_batch_size=1, max_num_tokens=1, max_overtaken=1,
+        windows=windows,
+    )  # fmt: skip
+    for num_tokens in range(1, 200):
+        needed = sum(
+            ceil_div(num_tokens, 4) if window is None else min(ceil_div(num_tokens, 4), window_blocks(window, 4))
+            for window in windows
+        )
+        assert needed <= limits.most_blocks(num_tokens) <= needed + sum(window is not None for window in windows)
 
 
 def test_time_ends_a_soak():

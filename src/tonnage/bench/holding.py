@@ -135,20 +135,22 @@ class Holding:
 
     def least(self, running: Sequence[Live]) -> int:
         """The fewest blocks that can hold what is computed. Whole ones that are alike are one block: two sequences may
-        compute it at once, but once both have, one copy is kept. The last part of a text is its own."""
+        compute it at once, but once both have, one copy is kept. The last part of a text is its own. Of layers with a
+        window only that part is sure."""
+        windows = self._limits.windows
         parts = sum(live.has_row and live.computed % self._limits.block_tokens > 0 for live in running)
-        return len(self._held) + parts
+        return windows.count(None) * len(self._held) + len(windows) * parts
 
     def most(self, running: Sequence[Live]) -> int:
         """Blocks that may be held or counted on, nothing shared: what loads may hold a copy's source beside its own."""
-        return (
-            sum(self.blocks(live.written) + live.loads for live in running)
-            + sum(most for _, _, most in self._pinned.values())
-            + sum(num_blocks for num_blocks, _ in self._orphans)
+        num_groups, pins = len(self._limits.windows), self._pinned.values()
+        return sum(self.blocks(live.written) + num_groups * live.loads for live in running) + num_groups * (
+            sum(most for _, _, most in pins) + sum(num_blocks for num_blocks, _ in self._orphans)
         )
 
     def blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._limits.block_tokens)
+        """The most that one sequence of so many tokens holds."""
+        return self._limits.most_blocks(num_tokens)
 
     def note_told(self, running: Sequence[Live]) -> None:
         """Tokens of what was computed may have been told since."""

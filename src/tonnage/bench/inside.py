@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tonnage.bench.rules import Limits
-from tonnage.layout import KVGroupKind
 
 if TYPE_CHECKING:
     from tonnage.engine import Engine
@@ -59,7 +58,7 @@ def oracle_limits(engine: Engine) -> Limits:
         max_overtaken=MAX_OVERTAKEN,
         may_suspend=managers.admission.may_suspend,
         shares=kv.no_reuse is None,
-        keeps_all=all(group.kind in (KVGroupKind.FULL, KVGroupKind.LATENT) for group in kv.cache.groups),
+        windows=tuple(group.window for group in kv.cache.groups),
         max_load_steps=getattr(engine._runtime, "max_load_steps", MAX_LOAD_STEPS),
         is_link_slow=kv.cache.num_host_slots > 0 and kv.cache.room.budget.blocks_per_step < kv.cache.num_slots,
         steps_ahead=engine.steps_ahead,

@@ -34,7 +34,7 @@ class Pressure:
         self._pins: dict[str, tuple[int, PinHandle]] = {}  # by request: when it is over
         self._num_steps = 0
         limits = inside.oracle_limits(engine)
-        self._may_pin = limits.num_blocks - -(-limits.max_seq_len // limits.block_tokens)
+        self._may_pin = limits.num_blocks - limits.most_blocks(limits.max_seq_len)
         self.counts = Counter(pins=0, deferred=0)
 
     def change(self, request_ids: Sequence[str]) -> None:

@@ -32,7 +32,8 @@ class Limits:
     max_beside_decode_tokens  of all prefill in a step that also decodes
     cuts_prompts              False: a prompt is computed in one step
     shares                    requests may begin with what others have computed
-    keeps_all                 no layer forgets, so what a running request has computed can be found whole
+    windows                   of each group of layers the tokens that they see, None: all; every group has blocks of
+                              its own, and the ones with a window keep what it touches and what is not computed yet
     max_load_steps            for which somebody may be admitted and load, though the steps had room for its tokens
     is_link_slow              the copies of a step are bounded: but for its first chunk, none is sure to fit
     steps_ahead               that are launched when an earlier one has not been looked at: so many tokens may be
@@ -51,12 +52,29 @@ class Limits:
     max_overtaken: int
     may_suspend: bool = True
     shares: bool = False
-    keeps_all: bool = True
+    windows: tuple[int | None, ...] = (None,)
     max_load_steps: int = 1000
     is_link_slow: bool = False
     steps_ahead: int = 0
     careful_steps: int = 32
     malformed: set[str] = field(default_factory=set)
+
+    @property
+    def keeps_all(self) -> bool:
+        """No layer forgets, so what a running request has computed can be found whole."""
+        return all(window is None for window in self.windows)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """In all groups, of one sequence of so many tokens at whatever moment."""
+        return sum(self._most(num_tokens, window) for window in self.windows)
+
+    def _most(self, num_tokens: int, window: int | None) -> int:
+        blocks = -(-num_tokens // self.block_tokens)
+        if window is None:
+            return blocks
+        # Where it begins in the middle of a block, one block more.
+        touched = window - 1 + (1 + self.steps_ahead) * self.max_num_tokens
+        return min(blocks, -(-touched // self.block_tokens) + 1)
 
 
 @dataclass(frozen=True, slots=True)
