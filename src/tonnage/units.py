@@ -26,6 +26,8 @@ _SUFFIXES = {
 #: Characters of a number that somebody may have typed; of a value that a message shows; digits of a number in one.
 _MOST_TYPED, _MOST_SHOWN, _MOST_DIGITS = 1000, 80, 40
 _NUMBER = re.compile(r"^\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e\d{1,2})?)\s*([a-z]*)\s*$", re.IGNORECASE)
+#: An exponent of thousands: as an exact number that would be digits without end.
+_VAST = re.compile(r"e[+-]?[\d_]{4,}", re.IGNORECASE)
 _EXAMPLES = "write a whole number of bytes or a size such as 1500MiB, 80GiB or 64GB"
 
 
@@ -68,6 +70,14 @@ def parse_count(text: str | int, *, knob: str, allow_zero: bool = False) -> int:
     return int(value)
 
 
+def exact(text: str) -> Fraction:
+    """``Fraction(text)`` of a text from outside. Raises ``ValueError`` or ``ZeroDivisionError`` for what is no number,
+    is too long, or has an exponent whose digits no memory would hold."""
+    if len(text) > _MOST_TYPED or _VAST.search(text):
+        raise ValueError("too large a number")
+    return Fraction(text)
+
+
 def parse_fraction(text: str | int | Fraction, *, knob: str) -> Fraction:
     """An exact share, 0 < f <= 1, from ``"0.9"``, ``"9/10"`` or ``"90%"``. A ``float`` is refused: it is not exact."""
     remedy = "write a share above 0 and at most 1, such as 0.9, 9/10 or 90%"
@@ -75,9 +85,9 @@ def parse_fraction(text: str | int | Fraction, *, knob: str) -> Fraction:
         raise InvalidSetting(knob, shown(text), "a float is not exact; pass the text that was typed", remedy=remedy)
     try:
         if isinstance(text, str) and text.strip().endswith("%"):
-            value = Fraction(text.strip()[:-1]) / 100
+            value = exact(text.strip()[:-1]) / 100
         else:
-            value = Fraction(text)
+            value = exact(text) if isinstance(text, str) else Fraction(text)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         raise InvalidSetting(knob, shown(text), "not a share", remedy=remedy) from None
     if not 0 < value <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -373,3 +374,43 @@ def test_garbage_is_read_or_refused_in_words(text: str, name: str) -> None:
         return
     for command in found:
         settings_of(command)
+
+
+#: Texts of a few hundred bytes, or of half a megabyte, that would take gigabytes or minutes if they were followed.
+_VAST = {
+    "a value that doubles": ("A=aaaaaaaaaa\n" + "A=$A$A\n" * 40 + "vllm serve m", "a.sh"),
+    "one value many times": ("A=" + "a" * 19_000 + "\nvllm serve m " + "$A " * 20_000, "a.sh"),
+    "one variable of a pod": (
+        "kind: Pod\napiVersion: v1\nspec:\n  containers:\n  - image: vllm/vllm-openai\n    env: [{name: A, value: "
+        + "a" * 50_000 + '}]\n    args: ["' + "$(A)" * 1000 + '"]\n', "a.yaml"),
+    "mappings merged into one another": (
+        "services: {}\na0: &a0 {k: 1}\n"
+        + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 60)), "a.yaml"),
+    "a number of thousands of digits": (
+        "services:\n  x: {image: vllm/vllm-openai, command: [0x" + "F" * 6000 + "]}\n", "a.yaml"),
+    "blank lines in a document": ("cat <<E\n" + "\n" * 200_000, "a.sh"),
+    "documents in documents": ("cat > a <<E\n" * 40_000, "a.sh"),
+    "a wide manifest": (
+        "kind: Pod\napiVersion: v1\nspec:\n  containers: []\n  x: [" + "1," * 40_000 + "1]\n", "a.yaml"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _VAST)
+def test_a_vast_text_is_refused_in_words_and_soon(case: str) -> None:
+    text, name = _VAST[case]
+    began = time.monotonic()
+    with pytest.raises(InputError):
+        commands_in(text, name=name)
+    assert time.monotonic() - began < 5  # each takes a tenth of a second at most, where it is not followed
+
+
+def test_a_vast_exponent_is_no_number() -> None:
+    found = one("""vllm serve m --speculative-config '{"a": 1e999999999}' --gpu-memory-utilization 1e-999999999""")
+    values, wrong = settings_of(found)
+    assert (values, len(wrong)) == ({}, 2)
+
+
+def test_a_document_inside_of_a_document_begins_none() -> None:
+    script = "cat > a.yaml <<A\ncat > b.yaml <<B\nmax-num-seqs: 3\nB\nA\nvllm serve m --config b.yaml\n"
+    assert one(script).files == ()
+    assert one(script.replace("cat > b.yaml <<B\n", "").replace("B\n", "").replace("b.y", "a.y")).files == ("a.yaml",)

@@ -20,6 +20,7 @@ from tonnage.units import (
     ceil_div,
     check_number,
     check_whole,
+    exact,
     format_bytes,
     parse_bytes,
     parse_count,
@@ -197,3 +198,16 @@ def test_the_ends_of_a_range_of_numbers():
 def test_no_whole_numbers(value):
     with pytest.raises(InvalidSetting, match="not a whole number"):
         check_whole("x", value, 0)
+
+
+@pytest.mark.parametrize("text", ["1e99999", "1e-99999", "1E+1_000_000_000", "9" * 2000, "x", ""])
+def test_a_number_without_end_is_none(text):
+    with pytest.raises(ValueError, match=r"too large|Invalid literal"):
+        exact(text)
+    with pytest.raises(InvalidSetting):
+        parse_fraction(text, knob="share")
+
+
+def test_a_number_is_exact():
+    assert exact("1e-3") == Fraction(1, 1000)
+    assert exact("9/10") == Fraction(9, 10)

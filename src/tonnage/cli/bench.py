@@ -15,7 +15,7 @@ from tonnage.cli.interrupt import Stop, noted_interrupts
 from tonnage.cli.rooms import engine_room
 from tonnage.cli.sampling import ChoiceOptions
 from tonnage.errors import InvalidSetting, UserError
-from tonnage.units import parse_count
+from tonnage.units import exact, parse_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,7 +209,7 @@ def _positive(text: opt.Text, flag: str) -> Fraction | None:
         return None
     remedy = "write a number above 0, such as 0.5 or 1/8"
     try:
-        value = Fraction(text.strip()[:-1]) / 100 if text.strip().endswith("%") else Fraction(text)
+        value = exact(text.strip()[:-1]) / 100 if text.strip().endswith("%") else exact(text)
     except (ValueError, ZeroDivisionError):
         raise InvalidSetting(flag, text, "not a number", remedy=remedy) from None
     if value <= 0:

@@ -16,7 +16,7 @@ from tonnage.cli import options as opt
 from tonnage.cli.groups import grouped
 from tonnage.config import FITTED_LIST
 from tonnage.errors import InvalidSetting, UserError
-from tonnage.units import parse_bytes, parse_count, parse_fraction
+from tonnage.units import exact, parse_bytes, parse_count, parse_fraction
 
 if TYPE_CHECKING:
     from tonnage.graphs.histogram import Histogram
@@ -355,7 +355,7 @@ def _spinning() -> AbstractContextManager[object]:
 def _nanoseconds(text: str, flag: str, *, at_least: int = 0) -> int:
     """Whole nanoseconds from a number of microseconds. Raises ``InvalidSetting``."""
     try:
-        value = Fraction(text) * 1000
+        value = exact(text) * 1000
     except (ValueError, ZeroDivisionError):
         value = Fraction(-1)
     if value < at_least or value > 10**15:

@@ -30,6 +30,7 @@ from tonnage.errors import InputError
 from tonnage.graphs.histogram import Histogram
 from tonnage.graphs.step_times import StepPoints
 from tonnage.graphs.traffic import Request
+from tonnage.units import exact
 
 #: Of files that ``tonnage bench`` writes; a room above this one, which this one may not import.
 BENCH_SCHEMA = "tonnage.bench/1"
@@ -200,7 +201,7 @@ def _text(path: Path) -> str:
 
 def _json(path: Path, text: str, where: str) -> object:
     try:
-        return json.loads(text, parse_float=Fraction, parse_constant=_refuse)
+        return json.loads(text, parse_float=exact, parse_constant=_refuse)
     except (ValueError, RecursionError) as fault:
         _fail(path, f"{where or 'it'}: is not JSON ({fault})")
 
@@ -239,7 +240,7 @@ def _number(path: Path, where: str, row: Row, key: str) -> Fraction:
 
 def _fraction(text: str) -> Fraction | None:
     try:
-        return Fraction(text)
+        return exact(text)
     except (ValueError, ZeroDivisionError):
         return None
 

@@ -18,7 +18,7 @@ from tonnage.peers.engines import close_to
 from tonnage.peers.launch import Value
 from tonnage.peers.table import KNOBS as TRANSLATED
 from tonnage.peers.which import KNOWN, Known, find_known
-from tonnage.units import MiB, parse_count, parse_fraction
+from tonnage.units import MiB, exact, parse_count, parse_fraction
 
 #: Where the value goes that is no setting of the engine but a field of the launch.
 KV_DTYPE, DTYPE = "kv_dtype", "dtype"
@@ -59,7 +59,7 @@ def windows(text: str, knob: str) -> Value:
 def ratio(text: str, knob: str) -> Value:
     """A number above 0, which may be above 1."""
     try:
-        value = Fraction(text.strip())
+        value = exact(text.strip())
     except (ValueError, ZeroDivisionError):
         value = Fraction(0)
     if not 0 < value <= _MOST_RATIO:

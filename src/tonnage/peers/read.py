@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.errors import InvalidSetting
-from tonnage.units import GiB, parse_bytes, parse_count, parse_fraction
+from tonnage.units import GiB, exact, parse_bytes, parse_count, parse_fraction
 
 _SUFFIXED = re.compile(r"^\s*(\d+(?:\.\d+)?)([kmgtKMGT])\s*$")
 _POWERS = "kmgt"
@@ -122,7 +122,7 @@ def batch_sizes(text: str, knob: str) -> str | None:
 
 def _number_of(text: str, knob: str, unit_bytes: int, unit: str) -> int:
     try:
-        value = Fraction(text.strip()) * unit_bytes
+        value = exact(text.strip()) * unit_bytes
     except (ValueError, ZeroDivisionError):
         value = Fraction(-1)
     if value < 0 or value.denominator != 1:

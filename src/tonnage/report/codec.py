@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from tonnage.errors import InputError
+from tonnage.units import exact
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -170,7 +171,7 @@ class Reader:
     def _fraction(self, value: object, at: Path) -> Fraction:
         try:
             if isinstance(value, str):
-                return Fraction(value)
+                return exact(value)
         except (ValueError, ZeroDivisionError):
             pass
         return self.fail(at, f'expected a fraction such as "9/10", found {_kind(value)}')

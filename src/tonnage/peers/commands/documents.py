@@ -10,6 +10,8 @@ from tonnage.errors import InputError, UserError
 #: Characters of a file, and values in it once every alias is followed: a manifest has some hundred.
 MOST_CHARACTERS = 2_000_000
 MOST_VALUES = 100_000
+#: No whole number in a manifest is as large; Python would not turn one of thousands of digits into text.
+_TOO_LARGE = 10**40
 
 
 def documents(text: str, *, name: str) -> list[Any]:
@@ -29,7 +31,7 @@ def documents(text: str, *, name: str) -> list[Any]:
             remedy="pip install 'tonnage[yaml]'",
         ) from None
     try:
-        found = list(yaml.safe_load_all(text))
+        found = list(yaml.load_all(text, Loader=_loader(yaml.SafeLoader)))
     except yaml.YAMLError as fault:
         raise InputError(f"{name} is not YAML: {_told(fault)}", value=name, remedy=_remedy(text)) from None
     except (ValueError, OverflowError, RecursionError, TypeError, AttributeError, LookupError) as fault:
@@ -43,6 +45,18 @@ def documents(text: str, *, name: str) -> list[Any]:
             remedy="give a manifest of launches alone",
         )
     return [document for document in found if document is not None]
+
+
+def _loader(safe: Any) -> Any:
+    """The safe loader, which gives up on mappings that are merged into one another (``<<``) until they are vast: some
+    releases of PyYAML write every one of their pairs down."""
+
+    def flatten(self: Any, node: Any) -> None:
+        safe.flatten_mapping(self, node)
+        if len(node.value) > MOST_VALUES:
+            raise ValueError("merged without end")
+
+    return type("Loader", (safe,), {"flatten_mapping": flatten})
 
 
 def mapping(value: object) -> Mapping[str, Any]:
@@ -80,6 +94,8 @@ def _size(value: object, sizes: dict[int, int | None], name: str) -> int:
             continue
         if id(now) in sizes:
             raise InputError(f"{name} refers to itself", value=name, remedy="write the value out")
+        if any(isinstance(each, int) and abs(each) >= _TOO_LARGE for each in (*now, *inside)):
+            raise InputError(f"{name} cannot be read as YAML: a number in it is too large", value=name)
         sizes[id(now)] = None
         stack.append((now, True))
         stack.extend((each, False) for each in inside)

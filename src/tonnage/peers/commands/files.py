@@ -64,11 +64,12 @@ def _from_yaml(text: str, name: str, variables: Mapping[str, str]) -> tuple[list
 def _written(text: str) -> dict[str, str]:
     """Files that a script writes with ``cat > FILE <<END``, by their names."""
     found = {}
-    for match in _DOCUMENT.finditer(text):
-        end = match["end1"] or match["end2"]
-        rest = text[match.end() :]
-        last = re.search(rf"^[ \t]*{re.escape(end)}[ \t]*$", rest, re.MULTILINE)
-        found[_base(match["to1"] or match["to2"])] = rest[: last.start()] if last else rest
+    at = 0
+    while match := _DOCUMENT.search(text, at):  # what stands inside of one begins none
+        end = re.compile(rf"^[ \t]*{re.escape(match['end1'] or match['end2'])}[ \t]*$", re.MULTILINE)
+        last = end.search(text, match.end())
+        at = len(text) if last is None else last.start()
+        found[_base(match["to1"] or match["to2"])] = text[match.end() : at]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from tonnage.peers.commands.command import Command, Place
 from tonnage.peers.commands.docker import DEFAULT_SHM_BYTES
 from tonnage.peers.commands.documents import mapping, sequence
 from tonnage.peers.commands.invocation import container_launches
-from tonnage.peers.commands.shell import Word
+from tonnage.peers.commands.shell import Room, Word
 
 #: Labels that nodes carry the name of their card in.
 _PRODUCT_LABELS = ("nvidia.com/gpu.product", "cloud.google.com/gke-accelerator", "karpenter.k8s.aws/instance-gpu-name")
@@ -57,9 +58,9 @@ def _objects(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def _pods(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Every mapping with containers: the specification of a pod, however deep."""
-    stack: list[tuple[object, int]] = [(document, 0)]
+    stack: deque[tuple[object, int]] = deque([(document, 0)])
     while stack:
-        value, depth = stack.pop(0)
+        value, depth = stack.popleft()
         if depth > 12:
             continue
         if isinstance(value, Mapping):
@@ -74,17 +75,18 @@ def _words(container: Mapping[str, Any]) -> list[Word]:
     """Command and arguments with ``$(NAME)`` replaced by the container's own environment."""
     variables = _environment(container)
     words = [*sequence(container.get("command")), *sequence(container.get("args"))]
-    return [_replaced(str(word), variables) for word in words]
+    room = Room()
+    return [_replaced(str(word), variables, room) for word in words]
 
 
-def _replaced(text: str, variables: Mapping[str, str]) -> Word:
+def _replaced(text: str, variables: Mapping[str, str], room: Room) -> Word:
     unknown: list[str] = []
 
     def value(match: re.Match[str]) -> str:
         if match[0].startswith("$$"):
             return match[0][1:]
         if match[1] in variables:
-            return variables[match[1]]
+            return room.take(variables[match[1]])
         unknown.append(match[1])
         return match[0]
 

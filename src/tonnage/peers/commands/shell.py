@@ -14,6 +14,8 @@ from tonnage.errors import InputError
 
 #: Characters of a file of commands that are read. Longer ones are data, not commands.
 MOST_CHARACTERS = 1_000_000
+#: Characters that all words may come to once variables are followed: values that name themselves twice double.
+MOST_EXPANDED = 4 * MOST_CHARACTERS
 #: Times that variables may stand in one another's values.
 _DEPTH = 8
 #: Characters of a word in which variables are looked for.
@@ -30,6 +32,22 @@ class Word:
 
     text: str
     unknown: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Room:
+    """Characters that the values of variables may still come to, in all of a text."""
+
+    left: int = MOST_EXPANDED
+
+    def take(self, text: str) -> str:
+        """``text`` as it is. Raises ``InputError`` where it is more than there is room for."""
+        self.left -= len(text)
+        if self.left < 0:
+            raise InputError(
+                f"its variables come to more than {MOST_EXPANDED:,} characters", remedy="give the command alone"
+            )
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +69,9 @@ def simple_commands(text: str, given: Mapping[str, str] | None = None) -> list[S
         raise InputError(f"{len(text):,} characters are too many for a launch command", remedy="give the command alone")
     known = dict(given or {})
     found = []
+    room = Room()
     for line, raw in _Lexer(text).commands():
-        words = [_expand(word, known) for word in raw]
+        words = [_expand(word, known, room) for word in raw]
         if words and words[0].text in ("export", "declare", "set", "readonly", "local"):
             words = [word for word in words[1:] if not word.text.startswith("-")]
             known.update(_taken(words)[0])
@@ -127,7 +146,8 @@ class _Lexer:
     def _redirection(self, words: list[_Raw]) -> None:
         """The operator, and the number of a stream in front of it; the target is dropped as well."""
         if document := _HEREDOC.match(self._text, self._at):
-            end = re.compile(rf"^\s*{re.escape(document[2])}[ \t]*$", re.MULTILINE).search(self._text, document.end())
+            last = re.compile(rf"^[ \t]*{re.escape(document[2])}[ \t]*$", re.MULTILINE)
+            end = last.search(self._text, document.end())
             self._at = len(self._text) if end is None else end.end()
             return
         if words and self._text[self._at - 1] not in " \t" and words[-1][-1][0].isdigit():
@@ -188,8 +208,8 @@ class _Lexer:
         return self._text[start : self._at]
 
 
-def _expand(raw: _Raw, known: Mapping[str, str]) -> Word:
-    found = [filled(text, known) if counts else Word(text) for text, counts in raw]
+def _expand(raw: _Raw, known: Mapping[str, str], room: Room) -> Word:
+    found = [filled(text, known, room=room) if counts else Word(text) for text, counts in raw]
     return Word("".join(word.text for word in found), tuple(dict.fromkeys(n for word in found for n in word.unknown)))
 
 
@@ -197,8 +217,10 @@ _VARIABLE = re.compile(r"\\\$|\$(?:(?P<plain>[A-Za-z_]\w*|[@*#?\d])|\{(?P<braced
 _BRACED = re.compile(r"([A-Za-z_]\w*)(?:(:?[-=])(.*)|(:?\?.*))?", re.DOTALL)
 
 
-def filled(text: str, known: Mapping[str, str], depth: int = 0) -> Word:
-    """``text`` with its variables' values in it; those without one stay as typed and are named."""
+def filled(text: str, known: Mapping[str, str], depth: int = 0, *, room: Room | None = None) -> Word:
+    """``text`` with its variables' values in it; those without one stay as typed and are named. ``room``: for their
+    values, shared with other texts; raises ``InputError`` where they come to more."""
+    room = room or Room()
     if len(text) > _LONGEST_WORD:
         return Word(text)
     unknown: list[str] = []
@@ -217,9 +239,9 @@ def filled(text: str, known: Mapping[str, str], depth: int = 0) -> Word:
                 return match[0]
             name, default = braced[1], braced[3] if braced[2] else None
         if known.get(name):
-            return known[name]
+            return room.take(known[name])
         if default is not None and depth < _DEPTH:
-            inner = filled(default, known, depth + 1)
+            inner = filled(default, known, depth + 1, room=room)
             unknown.extend(inner.unknown)
             return inner.text
         if name in known:

@@ -12,7 +12,7 @@ from tonnage.errors import InvalidSetting
 from tonnage.peers import read
 from tonnage.peers.commands.command import Command, Flag
 from tonnage.peers.commands.kinds import Kind, kind_of
-from tonnage.units import LARGEST, parse_count
+from tonnage.units import LARGEST, exact, parse_count
 
 #: Characters of JSON in a flag.
 _MOST_JSON = 100_000
@@ -67,7 +67,7 @@ def _vllm_count(text: str, knob: str) -> int | None:
 
 def _ratio(text: str, knob: str) -> Fraction:
     try:
-        value = Fraction(text.strip()) if len(text) < 40 else None
+        value = exact(text.strip()) if len(text) < 40 else None
     except (ValueError, ZeroDivisionError):
         value = None
     if value is None or value < 0:
@@ -93,7 +93,7 @@ def _json(text: str, knob: str) -> object:
         plain = text.strip()
         return None if plain.lower() in ("null", "none", "~", "") else int(plain) if plain.isdecimal() else plain
     try:
-        return json.loads(text, parse_float=Fraction)
+        return json.loads(text, parse_float=exact)
     except (ValueError, RecursionError, ZeroDivisionError) as fault:
         why = fault.msg if isinstance(fault, json.JSONDecodeError) else "it cannot be read"
         raise InvalidSetting(knob, text[:80], f"not JSON ({why})", remedy="quote it as one word of JSON") from None
@@ -109,7 +109,7 @@ def _nested(key: str, text: str | None) -> dict[str, Any]:
 
 def _scalar(text: str) -> object:
     try:
-        return json.loads(text, parse_float=Fraction) if len(text) < _MOST_JSON else text
+        return json.loads(text, parse_float=exact) if len(text) < _MOST_JSON else text
     except (ValueError, RecursionError, ZeroDivisionError):
         return {"True": True, "False": False, "None": None}.get(text, text)
 

@@ -11,7 +11,7 @@ from tonnage.errors import InvalidSetting
 from tonnage.peers.launch import Launch
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.defaults import Default, batched_tokens, core, max_num_seqs, utilisation
-from tonnage.units import GiB, MiB
+from tonnage.units import GiB, MiB, exact
 
 T = TypeVar("T", int, Fraction)
 
@@ -143,7 +143,7 @@ def _share(launch: Launch) -> Fraction | None:
     if value is None:
         return None
     try:
-        share = Fraction(str(value))
+        share = exact(str(value))
     except (ValueError, ZeroDivisionError):
         share = Fraction(0)
     if not 0 < share <= 1:
@@ -168,7 +168,7 @@ def _offloaded(launch: Launch) -> int:
     if value is None:
         return 0
     try:
-        amount = Fraction(str(value))
+        amount = exact(str(value))
     except (ValueError, ZeroDivisionError):
         amount = Fraction(-1)
     if amount < 0:
