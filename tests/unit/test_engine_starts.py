@@ -168,6 +168,14 @@ def test_states_come_first_and_bound_what_runs() -> None:
     assert alone.concurrency.best == 30_000
 
 
+@pytest.mark.parametrize("length", [100, 8192])
+def test_sequences_of_full_length_are_tokens_over_length(length: int) -> None:
+    start = predict(launch("llama-3.1-8b", context_length=length))
+    assert start.tokens is not None
+    assert start.concurrency is not None
+    assert start.concurrency.best == start.tokens.best * 1000 // length
+
+
 def test_drafts_keep_states_of_their_own() -> None:
     start = predict(
         launch(

@@ -64,6 +64,18 @@ def test_a_launch_without_faults_is_predicted_and_left_alone(model) -> None:
     assert (found.findings, found.worst) == ((), None)
 
 
+def test_a_length_that_is_to_be_fitted_always_fits(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tonnage.peers.predict.RULES", {"vllm": "tonnage.peers.vllm.start:predict"})
+    command = "vllm serve m --gpu-memory-utilization 0.4"
+    assert "TN001" in codes(command, model("llama-3.1-8b"))  # at the model's own length
+    for text in ("auto", "-1"):
+        (found,) = linted(f"{command} --max-model-len {text}", model("llama-3.1-8b"))
+        assert found.start is not None
+        assert found.start.starts
+        assert 0 < found.start.max_model_len < 131_072
+        assert "TN001" not in {finding.code for finding in found.findings}
+
+
 def test_the_default_number_of_sequences_has_its_price(model) -> None:
     finding = codes("vllm serve m", model("llama-3.1-8b"))["TN010"]
     assert format_bytes(40 * (1024 - 256) * 128_256) in finding.what

@@ -48,7 +48,7 @@ COMMANDS: list[tuple[str, str, str, dict[str, object]]] = [
      {"compilation_config": {"cudagraph_mode": "NONE"}}),
     ("""vllm serve m --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""", "vllm", "m",
      {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
-    ("vllm serve m --max-model-len auto", "vllm", "m", {}),
+    ("vllm serve m --max-model-len auto", "vllm", "m", {"max_model_len": -1}),
     ("vllm serve m --tensor-parallel 2", "vllm", "m", {"tensor_parallel_size": 2}),
     ("python3 -m vllm.entrypoints.openai.api_server --model m --max-num-seqs 8", "vllm", "m", {"max_num_seqs": 8}),
     ("uvx --from vllm==0.19.0 vllm serve m", "vllm", "m", {}),

@@ -75,7 +75,7 @@ def check(start: Start, name: str):
 )
 @settings(max_examples=60, deadline=None)
 def test_terms_are_a_partition_of_the_card(key, version, card, tp, pp, share, seqs, length, eager, pool):
-    """Exactly, whatever is asked; and no term but what is left free, or what a loader takes back, is below zero."""
+    """Exactly, whatever is asked; and no term but what is left free is below zero."""
     asked = {"gpu_memory_utilization": Fraction(share, 100), "max_num_seqs": seqs, "max_model_len": length,
              "enforce_eager": eager, "kv_cache_memory_bytes": pool}  # fmt: skip
     start = predict(launch(key, version=version, card=card, tp=tp, pp=pp, **asked))
@@ -83,12 +83,16 @@ def test_terms_are_a_partition_of_the_card(key, version, card, tp, pp, share, se
     assert len({term.name for term in start.terms}) == len(start.terms)
     for term in start.terms:
         assert term.bytes.low <= term.bytes.bytes <= term.bytes.high, term
-        assert term.bytes.bytes >= 0 or term.name in ("left free", "beside the weights")
+        assert term.bytes.low >= 0 or term.name == "left free", term
         assert term.rule.says
     assert start.term("kv pool").bytes == start.pool
     assert 0 <= start.pool.low <= start.pool.bytes <= start.pool.high
     if start.tokens is not None:
         assert start.tokens.low <= start.tokens.best <= start.tokens.high
+
+
+def ends(start: Start) -> tuple[int, int, int]:
+    return start.pool.low, start.pool.bytes, start.pool.high
 
 
 @given(
@@ -97,7 +101,22 @@ def test_terms_are_a_partition_of_the_card(key, version, card, tp, pp, share, se
 @settings(max_examples=30, deadline=None)
 def test_more_sequences_never_leave_more_pool(key, version, few, more):
     fewer, larger = (predict(launch(key, version=version, max_num_seqs=number)) for number in (few, few + more))
-    assert larger.pool.bytes <= fewer.pool.bytes
+    assert all(less <= most for less, most in zip(ends(larger), ends(fewer), strict=True))
+
+
+@given(
+    key=st.sampled_from(MODELS), version=st.sampled_from(VERSIONS), tp=st.sampled_from((1, 2, 4)),
+    share=st.integers(5, 100), more=st.integers(0, 50), extra=st.integers(0, 4 * GiB),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_a_larger_share_or_a_larger_card_never_leaves_less_pool(key, version, tp, share, more, extra):
+    asked = launch(key, version=version, tp=tp, gpu_memory_utilization=Fraction(share, 100))
+    fewer = predict(asked)
+    wider = launch(key, version=version, tp=tp, gpu_memory_utilization=Fraction(min(100, share + more), 100))
+    larger = replace(asked, card=asked.card.with_total(asked.card.total_bytes + extra))
+    exact = replace(asked, card=asked.card.with_total(asked.card.total_bytes))
+    assert all(less <= most for less, most in zip(ends(fewer), ends(predict(wider)), strict=True))
+    assert all(less <= most for less, most in zip(ends(predict(exact)), ends(predict(larger)), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import peer_starts
 import peer_tables
 from tonnage.peers.predict import predict
 from tonnage.peers.vllm.facts import FILE
-from tonnage.peers.vllm.resident import beside_weights
 from tonnage.peers.vllm.setup import resolve
 from tonnage.units import GiB
 
@@ -125,7 +124,8 @@ def test_weights_with_what_lies_beside_them(name):
     """Rotary tables, the allocator's rounding and absorbed projections: half a percent of the log, mostly far less."""
     row = peer_rows.records()[name]
     launch = peer_rows.launch_of(row)
-    found = (launch.weights.bytes + beside_weights(resolve(launch)).bytes) / GiB
+    start = predict(launch)
+    found = (start.term("weights").bytes.bytes + start.term("beside the weights").bytes.bytes) / GiB
     assert found == pytest.approx(row["logged"]["weights_gib"], rel=WEIGHTS_OFF.get(name, 0.005), abs=0.006)
 
 

@@ -245,6 +245,14 @@ def test_a_log_that_the_rules_foretell(fake: str) -> None:
     assert json.loads(explanation_text(found))["worst"] is None
 
 
+def test_a_length_that_was_left_open_is_the_one_that_the_log_resolved(fake: str) -> None:
+    text = LOG.format(pool="51.42", peak="4.89", other="0.0").replace("8192", "-1")
+    text += "INFO Maximum concurrency for 4,096 tokens per request: 100.00x\n"
+    found = explain_log(read_log(text), name="a.log", text=text, asked=ExplainAsked(card=H100, model=fake))
+    assert found.start is not None
+    assert found.start.max_model_len == 4096
+
+
 def test_the_term_that_differs_is_named_with_the_setting_that_explains_it(fake: str) -> None:
     found = explained(fake, peak="1.22", pool="55.09")
     assert found.worst is not None

@@ -48,7 +48,9 @@ def _beside(settings: Mapping[str, object], log: Log) -> dict[str, object]:
     """Settings that a log tells by its figures alone: the length that was resolved."""
     length = log.figure("max_model_len")
     name = {"vllm": "max_model_len", "sglang": "context_length", "trtllm": "max_seq_len"}[log.engine]
-    return {**({name: length.value} if length is not None and length.value else {}), **settings}
+    resolved = {name: length.value} if length is not None and length.value else {}
+    is_open = settings.get(name, -1) == -1
+    return {**settings, **resolved} if is_open else dict(settings)
 
 
 def _version(command: Command, asked: ExplainAsked) -> Version:

@@ -39,7 +39,8 @@ def settings_of(command: Command) -> tuple[dict[str, object], list[InvalidSettin
 
 
 def value_of(engine: str, flag: Flag, kind: Kind) -> object:
-    """The value of one flag; None where the text says to leave the engine's default ("auto" of a length)."""
+    """The value of one flag; None where the text says to leave the engine's default. A length that is to be fitted to
+    the pool ("auto") is -1, which is no default."""
     if kind is Kind.SWITCH:
         return read.switch_on(flag.text or "", flag.written) is not flag.is_off
     if flag.text is None:
@@ -59,6 +60,11 @@ def _number(text: str, knob: str) -> int:
 
 def _count(text: str, knob: str) -> int | None:
     return parse_count(text, knob=knob, allow_zero=True)
+
+
+def _length(text: str, knob: str) -> int:
+    value = read.vllm_length(text, knob)
+    return -1 if value is None else value
 
 
 def _vllm_count(text: str, knob: str) -> int | None:
@@ -117,7 +123,7 @@ def _scalar(text: str) -> object:
 _READERS: Mapping[Kind, Callable[[str, str], object]] = {
     Kind.COUNT: _vllm_count,
     Kind.NUMBER: _number,
-    Kind.LENGTH: read.vllm_length,
+    Kind.LENGTH: _length,
     Kind.SHARE: read.share,
     Kind.RATIO: _ratio,
     Kind.BYTES: read.vllm_bytes,

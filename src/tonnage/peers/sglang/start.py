@@ -69,7 +69,7 @@ def predict(launch: Launch) -> Start:
     best = found.best
     tokens = found.span("tokens").count()
     length = found.shapes.context_tokens
-    resident = [min(each.tokens, each.tokens * 1000 // length) for each in (found.best, found.least, found.most)]
+    resident = [each.tokens * 1000 // length for each in (found.best, found.least, found.most)]
     return Start(
         launch=launch,
         terms=fitted(_terms(found), launch.card.total_bytes),

@@ -59,12 +59,13 @@ def budget_of(setup: Setup, facts: Facts) -> Budget:
 
 
 def _weights(setup: Setup) -> Quantity:
-    """Less what ``cpu_offload_gb`` leaves in host memory."""
-    weights, away = setup.launch.weights, setup.offloaded_bytes
-    if not away:
+    """Less what other ranks hold of an encoder, and what ``cpu_offload_gb`` leaves in host memory."""
+    weights, cut, away = setup.launch.weights, resident.towers_cut(setup), setup.offloaded_bytes
+    if not cut and not away:
         return weights
-    best, low, high = (max(0, value - away) for value in (weights.bytes, weights.low, weights.high))
-    return Quantity(bytes=best, low=low, high=high, source=weights.source, ref=f"{weights.ref}, less cpu_offload_gb")
+    best, low, high = (max(0, value - cut - away) for value in (weights.bytes, weights.low, weights.high))
+    told = [weights.ref, *(["encoders cut"] if cut else []), *(["less cpu_offload_gb"] if away else [])]
+    return Quantity(bytes=best, low=low, high=high, source=weights.source, ref=", ".join(told))
 
 
 def _share(total: Quantity, share: Fraction) -> Quantity:

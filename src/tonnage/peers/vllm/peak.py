@@ -111,7 +111,7 @@ def activation_peak(setup: Setup, facts: Facts) -> Quantity:
         )
     )
     ref = sampler.ref if sampler.bytes + beside >= peak.forward_bytes else "forward's dry run, a closed form"
-    return Quantity(bytes=best, low=min(low, best), high=high, source=Source.PREDICTED, ref=ref)
+    return Quantity(bytes=best, low=max(0, min(low, best)), high=high, source=Source.PREDICTED, ref=ref)
 
 
 def _most(setup: Setup, facts: Facts) -> int:

@@ -45,10 +45,10 @@ def beside_weights(setup: Setup) -> Quantity:
     """Bytes. The lower end is without the allocator's rounding, the upper with twice of it; kernels of mxfp4 have
     filled up 0.95 to 2.2 of what is taken here."""
     launch = setup.launch
-    if launch.weights.source in (Source.MEASURED, Source.COUNTED):
+    if is_logged(launch.weights):
         return Quantity.exact(0, launch.weights.source, "in the weights that were logged")
     rounding = sum(_rounding(num_bytes) for num_bytes in _matrices(setup))
-    fixed = rotary_bytes(setup) + _absorbed_bytes(setup) - _towers_cut(setup)
+    fixed = rotary_bytes(setup) + _absorbed_bytes(setup)
     padding = _padding_bytes(setup)
     return Quantity(
         bytes=fixed + rounding + padding,
@@ -106,10 +106,17 @@ def _absorbed_bytes(setup: Setup) -> int:
     return total * DTYPE_BYTES[launch.dtype or launch.config.dtype]
 
 
-def _towers_cut(setup: Setup) -> int:
-    """Encoders are cut over the ranks too, where their price is whole on each."""
+def is_logged(weights: Quantity) -> bool:
+    """Whether a log told them: then all that lies beside them is in them."""
+    return weights.source in (Source.MEASURED, Source.COUNTED)
+
+
+def towers_cut(setup: Setup) -> int:
+    """Bytes by which the price of a rank's weights is too large: encoders are cut over the ranks too, and priced whole
+    on each."""
     launch = setup.launch
-    if not launch.config.towers or launch.rank.tp == 1 or launch.config.quantisation is not None:
+    is_whole = launch.config.towers and launch.rank.tp > 1 and launch.config.quantisation is None
+    if not is_whole or is_logged(launch.weights):
         return 0
     if not rank_shape(launch.config, launch.rank).has_embeddings:
         return 0
