@@ -92,7 +92,7 @@ def test_what_a_log_taught_is_in_the_start_and_told(
     name = next(term["name"] for term in before["terms"] if term["name"].startswith("non-torch"))
     taught = Correction(
         engine="vllm", minor="0.19", card=before["device"], tp=1, pp=1, model=before["model"], log="vllm.log",
-        terms={name: 2**30},
+        terms={name: 2**30}, rules={name: next(t["bytes"] for t in before["terms"] if t["name"] == name)},
     )  # fmt: skip
     kept = tmp_path / "kept.json"
     kept.write_text(dumps([taught]))

@@ -11,6 +11,8 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import fake_rules
+import peer_rows
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +28,7 @@ from tonnage.peers.logs.consistency import consistency, settings_in_log
 from tonnage.peers.logs.explanation import Explanation
 from tonnage.peers.logs.failures import KINDS
 from tonnage.peers.version import Version
+from tonnage.peers.vllm import start as vllm_start
 from tonnage.planner.explaining import ExplainAsked, explain_log
 from tonnage.report.log_json import explanation_text
 from tonnage.terms import Source
@@ -333,6 +336,35 @@ def test_of_another_model_only_what_is_the_machines_is_taken(fake: str) -> None:
     assert moved.term("sampler peak") == found.start.term("sampler peak")
 
 
+def test_a_correction_is_not_of_other_settings(fake: str) -> None:
+    """A peak of 1,024 sequences says nothing of 16, and graphs nothing of a start without any."""
+    found = explained(fake, peak="5.89", other="2.00", pool="48.42")
+    assert found.start is not None
+    assert found.correction is not None
+    own = found.start.launch
+    for changes, name in (({"max_num_seqs": 16}, "sampler peak"), ({"enforce_eager": True}, "graphs")):
+        start = fake_rules.predict(replace(own, settings={**own.settings, **changes}))
+        moved = corrected(start, [found.correction])
+        assert moved.term(name) == start.term(name) != found.start.term(name)
+        assert f"decide {name}, left" in moved.notes[-1]
+        assert moved.term("non-torch").bytes.bytes == 2 * GiB
+        assert sum(term.bytes.bytes for term in moved.terms) == sum(term.bytes.bytes for term in start.terms)
+
+
+def test_what_no_log_told_stays_as_uncertain_as_it_was() -> None:
+    """Of another model only non-torch is known: the pool keeps the errors of its peak, and is not called measured."""
+    asked = peer_rows.launch_of(peer_rows.records()["llmd-qwen-qwen2-5-7b-instruc-h100-80gb-tp1pp1dp1-16384"])
+    start = vllm_start.predict(asked)
+    said = start.term("non-torch").bytes.bytes
+    taught = _correction(card=asked.card.name, terms={"non-torch": GiB}, rules={"non-torch": said})
+    moved = corrected(start, [taught])
+    peak = start.term("activation peak").bytes
+    assert moved.pool.bytes < start.pool.bytes
+    assert moved.pool.bytes - moved.pool.low >= peak.high - peak.bytes
+    assert moved.pool.source is not Source.MEASURED
+    assert moved.pool.high - moved.pool.low < start.pool.high - start.pool.low
+
+
 def _correction(**fields: object) -> Correction:
     given = {
         "engine": "vllm",
@@ -343,6 +375,7 @@ def _correction(**fields: object) -> Correction:
         "model": "m",
         "log": "l",
         "terms": {"a": 1},
+        "rules": {"a": 5},
     }
     return Correction(**{**given, **fields})  # type: ignore[arg-type]
 
@@ -361,7 +394,7 @@ def test_corrections_are_kept_whole_and_read_back(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"schema": "tonnage.corrections/1"}', '{"schema": "tonnage.corrections/1", "corrections": [{}]}',
+    ["", "[]", "{}", '{"schema": "tonnage.corrections/2"}', '{"schema": "tonnage.corrections/2", "corrections": [{}]}',
      dumps([_correction()]).replace("0.19", "0.19").replace('"tp": 1', '"tp": "1"'), "[" * 5000],
 )  # fmt: skip
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
 """Differences between a start-up log and its prediction, kept for the next prediction on the same machine.
 
 A correction is data with a name: the engine and its minor release, the card, the ranks, and the bytes by which each
-term was larger in the log. It is applied where all of these are the same, and the prediction says so.
+term was larger in the log than the rules said. It is applied where all of these are the same, to the terms of which
+the rules say what they said then, and the prediction says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from tonnage.peers.version import Version
 from tonnage.terms import Quantity, Source
 from tonnage.units import MiB, format_bytes
 
-SCHEMA = "tonnage.corrections/1"
+SCHEMA = "tonnage.corrections/2"
 #: How a note about it begins.
 APPLIED = "corrected by a log: "
 #: Terms that depend on the model and not on the machine, or are what is left: a difference is not carried over.
@@ -32,12 +34,16 @@ ROUNDING_BYTES = 6 * MiB
 #: Terms that are the machine's: a difference in them holds for other models on it too.
 OF_THE_MACHINE = ("non-torch", "context")
 _MOST = 1_000_000
-_FIELDS = ("engine", "minor", "card", "tp", "pp", "model", "log", "terms")
+_FIELDS = ("engine", "minor", "card", "tp", "pp", "model", "log", "terms", "rules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """``terms``: name -> bytes to add to what the rules say. ``log``: the log's name, and a hash of its text."""
+    """``terms``: name -> bytes to add to what the rules say. ``log``: the log's name, and a hash of its text.
+
+    ``rules``: name -> bytes that the rules said for the log's own start. Where they say something else, other settings
+    decide (no graphs, fewer sequences) or the rules are other ones: then the difference says nothing.
+    """
 
     engine: str
     minor: str
@@ -47,6 +53,7 @@ class Correction:
     model: str
     log: str
     terms: Mapping[str, int]
+    rules: Mapping[str, int]
 
     @property
     def key(self) -> tuple[str, str, str, int, int, str]:
@@ -72,7 +79,8 @@ def corrected(start: Start, corrections: Sequence[Correction]) -> Start:
 
     One of the same model counts before one of another, of which only what is the machine's is taken. What lies inside
     the engine's budget is asked of the rules again as if the weights were so much larger: to a budget bytes are bytes.
-    The interval of a corrected term is that of the log's rounding, its source ``MEASURED`` with the log as reference.
+    The interval of a corrected term is that of the log's rounding, its source ``MEASURED`` with the log as reference;
+    the pool keeps the errors of the terms that were not corrected.
     """
     key = key_of(start.launch)
     fitting = [each for each in corrections if each.key[:-1] == key[:-1]]
@@ -83,30 +91,27 @@ def corrected(start: Start, corrections: Sequence[Correction]) -> Start:
     moved = {term.name: _moved(term, correction) for term in start.terms if _is_told(term, correction)}
     if not moved:
         return start
-    inside, outside = (
-        sum(moved[term.name].bytes - term.bytes.bytes for term in start.terms
-            if term.name in moved and term.is_budgeted is is_inside)
-        for is_inside in (True, False)
-    )  # fmt: skip
-    again = _with_more(start, inside)
-    pool = _close(again.pool, correction)
-    note = (
-        APPLIED
-        + f"{correction.log}: "
-        + ", ".join(
-            f"{name} {_signed(quantity.bytes - start.term(name).bytes.bytes)}" for name, quantity in moved.items()
-        )
-    )
+    told = [term for term in start.terms if term.name in moved and term.is_budgeted]
+    known = [term.bytes for term in told]
+    again = _with_more(start, sum(moved[term.name].bytes - term.bytes.bytes for term in told))
+    pool = _close(again.pool, known, correction)
     return replace(
         again,
         launch=start.launch,
-        terms=tuple(_term(term, start, moved, outside, correction) for term in again.terms),
+        terms=_partition([_term(term, start, moved, known, correction) for term in again.terms], start, moved),
         pool=pool,
         tokens=_scaled(again.tokens, again.pool, pool),
         logged_tokens=_scaled(again.logged_tokens, again.pool, pool),
         concurrency=_scaled(again.concurrency, again.pool, pool),
-        notes=(*again.notes, note),
+        notes=(*again.notes, _note(start, moved, correction)),
     )
+
+
+def _note(start: Start, moved: Mapping[str, Quantity], correction: Correction) -> str:
+    told = ", ".join(f"{name} {_signed(each.bytes - start.term(name).bytes.bytes)}" for name, each in moved.items())
+    left = [term.name for term in start.terms if term.name in correction.terms and term.name not in moved]
+    apart = f"; other settings than the log's decide {', '.join(left)}, left as the rules have it" if left else ""
+    return f"{APPLIED}{correction.log}: {told}{apart}"
 
 
 def _with_more(start: Start, more: int) -> Start:
@@ -122,14 +127,24 @@ def _with_more(start: Start, more: int) -> Start:
     return predict(replace(start.launch, weights=shifted))
 
 
-def _term(term: Term, start: Start, moved: Mapping[str, Quantity], outside: int, correction: Correction) -> Term:
+def _partition(terms: Sequence[Term], start: Start, moved: Mapping[str, Quantity]) -> tuple[Term, ...]:
+    """The terms with the sum of the start's: what is left, the last that no log told, takes the difference."""
+    over = sum(term.bytes.bytes for term in terms) - sum(term.bytes.bytes for term in start.terms)
+    rest = [place for place, term in enumerate(terms) if term.name not in moved and "pool" not in term.name.lower()]
+    return tuple(
+        replace(term, bytes=_less(term.bytes, over)) if rest and place == rest[-1] else term
+        for place, term in enumerate(terms)
+    )
+
+
+def _term(
+    term: Term, start: Start, moved: Mapping[str, Quantity], known: Sequence[Quantity], correction: Correction
+) -> Term:
     """A term of the start that was asked again: as the log told it, or as it was; the pools and the rest are new."""
     if term.name in moved:
         return replace(term, bytes=moved[term.name])
     if "pool" in term.name.lower():
-        return replace(term, bytes=_close(term.bytes, correction))
-    if "free" in term.name.lower():
-        return replace(term, bytes=_less(term.bytes, outside))
+        return replace(term, bytes=_close(term.bytes, known, correction))
     if not _is_carried(term.name):
         return term
     return next((old for old in start.terms if old.name == term.name), term)
@@ -145,7 +160,8 @@ def _is_carried(name: str) -> bool:
 
 
 def _is_told(term: Term, correction: Correction) -> bool:
-    return term.name in correction.terms and _is_carried(term.name)
+    is_same = correction.rules.get(term.name) == term.bytes.bytes
+    return is_same and term.name in correction.terms and _is_carried(term.name)
 
 
 def _moved(term: Term, correction: Correction) -> Quantity:
@@ -154,11 +170,23 @@ def _moved(term: Term, correction: Correction) -> Quantity:
     return Quantity(bytes=best, low=low, high=high, source=Source.MEASURED, ref=correction.log)
 
 
-def _close(quantity: Quantity, correction: Correction) -> Quantity:
-    """The interval of a pool whose terms are known to the log's rounding."""
-    low = max(quantity.low, quantity.bytes - 4 * ROUNDING_BYTES)
-    high = min(quantity.high, quantity.bytes + 4 * ROUNDING_BYTES)
-    return replace(quantity, low=low, high=high, source=Source.MEASURED, ref=f"less {correction.log}")
+def _close(quantity: Quantity, known: Sequence[Quantity], correction: Correction) -> Quantity:
+    """The interval of a pool some of whose terms (``known``, by the rules) are now known to the log's rounding: their
+    errors are taken out of its own, as independent ones. What is left is of terms that no log told."""
+    down = _without(quantity.bytes - quantity.low, [each.high - each.bytes for each in known])
+    up = _without(quantity.high - quantity.bytes, [each.bytes - each.low for each in known])
+    room = 4 * ROUNDING_BYTES
+    return replace(
+        quantity,
+        low=max(quantity.low, quantity.bytes - down - room),
+        high=min(quantity.high, quantity.bytes + up + room),
+        source=quantity.source if down or up else Source.MEASURED,
+        ref=f"less {correction.log}",
+    )
+
+
+def _without(error: int, parts: Sequence[int]) -> int:
+    return isqrt(max(0, error * error - sum(part * part for part in parts)))
 
 
 def _less(quantity: Quantity, taken: int) -> Quantity:
@@ -222,9 +250,11 @@ def _read(entry: object, file: str, place: int) -> Correction:
     if not isinstance(entry, dict) or set(entry) != set(_FIELDS):
         raise _malformed(file, f"corrections[{place}] does not have the fields {', '.join(_FIELDS)}")
     terms = entry["terms"]
+    rules = entry["rules"]
     texts = all(isinstance(entry[name], str) for name in ("engine", "minor", "card", "model", "log"))
     counts = all(_is_whole(entry[name]) for name in ("tp", "pp"))
-    if not (texts and counts and isinstance(terms, dict) and all(_is_whole(value) for value in terms.values())):
+    sizes = all(isinstance(each, dict) and all(map(_is_whole, each.values())) for each in (terms, rules))
+    if not (texts and counts and sizes):
         raise _malformed(file, f"a value of corrections[{place}] is of the wrong kind")
     return Correction(**entry)
 

@@ -92,7 +92,10 @@ def _correction(start: Start, rows: tuple[Row, ...], *, name: str, text: str) ->
         return None
     digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
     told = f"{name.rsplit('/', 1)[-1]} ({digest})"
-    return Correction(engine=engine, minor=minor, card=card, tp=tp, pp=pp, model=model, log=told, terms=terms)
+    said = {name: start.term(name).bytes.bytes for name in terms}
+    return Correction(
+        engine=engine, minor=minor, card=card, tp=tp, pp=pp, model=model, log=told, terms=terms, rules=said
+    )
 
 
 def _ended(failure: Failure, case: Case | None) -> Ended:
