@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -69,8 +69,15 @@ BORROWED = {
     "non-torch rocm": ("non-torch V0",),
     "non-torch V0": ("non-torch V1",),
 }
+#: What earlier releases would say in the place of ``TABLED`` and ``ASSUMED``: collectives as 0.11 logged them, and the
+#: sampler of before 0.17. No start of the package is predicted by these; the evaluation tells what each choice carries.
+EARLIER: dict[str, dict[str, tuple[float, ...]]] = {
+    "collectives linked": {"collectives linked": TABLED["collectives linked first"]},
+    "sampler lean": {"sampler lean": ASSUMED["sampler"]},
+}
 #: How far two digits of a log are off; what a lone record is trusted to: a share of it, and at least so many GiB.
 _DIGITS, _LONE, _LONE_GIB = 0.01, 0.25, 0.2
+_NOTHING: Mapping[str, tuple[float, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +166,18 @@ def _slope(points: Sequence[tuple[float, float]]) -> float | None:
     return median(slopes) if len(slopes) >= 3 else None
 
 
-def fit(records: Iterable[dict]) -> dict[str, Fact]:
-    """Every coefficient that the rules ask for."""
+def fit(records: Iterable[dict], *, instead: Mapping[str, tuple[float, ...]] = _NOTHING) -> dict[str, Fact]:
+    """Every coefficient that the rules ask for. ``instead``: other figures than ``TABLED`` and ``ASSUMED``."""
     found = rows(records)
-    facts = {**_early_peaks(found), **_lean_peaks(found), **_non_torch(found), **_contexts(found), **_graphs(found)}
+    facts = {**_early_peaks(found), **_lean_peaks(found), **_non_torch(found, instead), **_contexts(found)}
+    facts |= _graphs(found)
     for name, others in BORROWED.items():
         if name not in facts:
             other = next((other for other in others if other in facts), None)
             if other is not None:
                 facts[name] = _borrowed(facts[other], other)
-    for name, (best, low, high) in ASSUMED.items():
+    for name, assumed in ASSUMED.items():
+        best, low, high = instead.get(name, assumed)
         scale = 1 if name.startswith("sampler") else GiB
         if name not in facts:
             facts[name] = Fact(best=_exact(best, scale), low=_exact(low, scale), high=_exact(high, scale),
@@ -237,7 +246,7 @@ def _beside(row: Row, slope: float) -> float:
     return row.peak_gib - max(sampler, _gib(run.forward_bytes))
 
 
-def _non_torch(found: Sequence[Row]) -> dict[str, Fact]:
+def _non_torch(found: Sequence[Row], instead: Mapping[str, tuple[float, ...]]) -> dict[str, Fact]:
     """One card by itself, by release; what is more on several, by the links between them."""
     counted = [row for row in found if "non_torch_gib" in row.logged
                and eras.is_from(row.setup.launch.version, eras.NON_TORCH_COUNTED)]  # fmt: skip
@@ -248,7 +257,7 @@ def _non_torch(found: Sequence[Row]) -> dict[str, Fact]:
             alone.setdefault(nontorch.one_card_fact(row.setup), []).append(sample)
     facts = {name: _fact(samples, unit="bytes", digits=0.03, least=0.0) for name, samples in alone.items()}
     between: dict[str, list[Sample]] = {
-        name: [Sample("tabled", value) for value in values] for name, values in TABLED.items()
+        name: [Sample("tabled", value) for value in instead.get(name, values)] for name, values in TABLED.items()
     }
     for row in counted:
         name, own = nontorch.collectives_fact(row.setup), nontorch.one_card_fact(row.setup)

@@ -43,15 +43,17 @@ def by_team(record: dict) -> str:
 
 
 @cache
-def facts_without(source: str, group: Grouping) -> dict[str, Fact]:
-    return peer_fit.fit(record for record in peer_rows.records().values() if group(record) != source)
+def facts_without(source: str, group: Grouping, instead: str = "") -> dict[str, Fact]:
+    """``instead``: the one of ``peer_fit.EARLIER`` that is in the place of a figure from elsewhere."""
+    records = (record for record in peer_rows.records().values() if group(record) != source)
+    return peer_fit.fit(records, instead=peer_fit.EARLIER[instead]) if instead else peer_fit.fit(records)
 
 
 @cache
-def predicted(name: str, group: Grouping = by_source) -> Start:
+def predicted(name: str, group: Grouping = by_source, instead: str = "") -> Start:
     """The start of one record by coefficients that none of its source's records had a part in."""
     record = peer_rows.records()[name]
-    return predict(peer_rows.launch_of(record), facts=facts_without(group(record), group))
+    return predict(peer_rows.launch_of(record), facts=facts_without(group(record), group, instead))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,10 @@ def era_of(setup: Setup) -> str:
     return ERAS[2] if version.is_surely(before=(0, 21)) else ERAS[3]
 
 
-def pool_rows(names: Iterable[str], group: Grouping = by_source) -> list[PoolRow]:
+def pool_rows(names: Iterable[str], group: Grouping = by_source, instead: str = "") -> list[PoolRow]:
     found = []
     for name in names:
-        start = predicted(name, group)
+        start = predicted(name, group, instead)
         best, low, high = (value / GiB for value in (start.pool.bytes, start.pool.low, start.pool.high))
         logged = logged_pool(peer_rows.records()[name]["logged"], start)
         found.append(PoolRow(name, era_of(resolve(start.launch)), logged, best, low, high))

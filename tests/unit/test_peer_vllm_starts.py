@@ -129,6 +129,32 @@ def test_weights_with_what_lies_beside_them(name):
     assert found == pytest.approx(row["logged"]["weights_gib"], rel=WEIGHTS_OFF.get(name, 0.005), abs=0.006)
 
 
+def test_the_page_says_how_many_weights_are_right():
+    """Packed ones with them."""
+    errors = []
+    for row in peer_rows.records().values():
+        if "weights_gib" in row["logged"] and peer_rows.is_known(row) and row["pp"] == 1:
+            start = predict(peer_rows.launch_of(row))
+            found = start.term("weights").bytes.bytes + start.term("beside the weights").bytes.bytes
+            errors.append(abs(found / GiB / row["logged"]["weights_gib"] - 1))
+    right = sum(error <= 0.005 for error in errors)
+    told = f"{len(errors)} logged weights, {right} of them within 0.5 %, the worst {max(errors):.0%}"
+    assert told.replace("%", " %").replace("  ", " ") in PAGE.read_text(encoding="utf-8")
+
+
+def test_what_stands_in_for_left_out_records_carries_some_of_the_figures():
+    """The page tells it: with what earlier releases logged, fewer rows are covered."""
+    names = peer_rows.eligible()["pool"]
+    text = PAGE.read_text(encoding="utf-8")
+    for instead, group, told in (
+        ("collectives linked", peer_starts.by_source, "26 of 33 rows covered"),
+        ("sampler lean", peer_starts.by_team, "14 of 33 with the sampler"),
+    ):
+        found = peer_starts.Figures.of(peer_starts.pool_rows(names, group, instead))
+        assert told.startswith(f"{found.num_covered} of {found.num}")
+        assert told in " ".join(text.split())
+
+
 def test_remedies_were_tried():
     """Each flag by itself, through the dispatch that a user takes."""
     launch = peer_rows.launch_of(peer_rows.records()["recipes-12-a"])
