@@ -84,6 +84,14 @@ def test_the_default_number_of_sequences_has_its_price(model) -> None:
     assert "TN010" not in codes("vllm serve m --max-num-seqs 1024", model("llama-3.1-8b"))
 
 
+def test_tokens_that_ranks_divide_are_told_to_be_unknown(model) -> None:
+    command = "vllm serve m --tensor-parallel-size 8 --max-num-seqs 64"
+    assert "TN035" in codes(command, model("deepseek-v3"), card=find_card("H200"))
+    found = codes(f"{command} -dcp 8", model("deepseek-v3"), card=find_card("H200"))
+    assert "TN035" not in found
+    assert "up to 8 times" in found["TN008"].what
+
+
 def test_every_suggestion_starts(model) -> None:
     command = "vllm serve m --max-model-len 400000"
     finding = codes(command, model("llama-3.1-8b"), card=find_card("L40S"))["TN001"]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tonnage.errors import InputError, UserError
 from tonnage.peers.commands import Command, commands_in, settings_of
 from tonnage.peers.commands import documents as documents_module
+from tonnage.peers.commands.command import Flag
 from tonnage.peers.commands.docker import DEFAULT_SHM_BYTES, size_of
 from tonnage.peers.commands.documents import documents
 from tonnage.peers.commands.images import engine_of_image, version_of_image
@@ -22,6 +23,8 @@ from tonnage.peers.commands.known import standing
 from tonnage.peers.commands.kubernetes import size_of as kubernetes_size
 from tonnage.peers.commands.meaning import draft_model, drafts_inside, meaning
 from tonnage.peers.commands.shell import simple_commands
+from tonnage.peers.commands.values import value_of
+from tonnage.peers.own_settings import OWN
 from tonnage.peers.version import Version
 from tonnage.units import GiB, MiB
 
@@ -72,6 +75,35 @@ def test_each_spelling_is_read(text: str, engine: str, model: str, wanted: dict[
     found = one(text)
     values, wrong = settings_of(found)
     assert (found.engine, found.model, values, wrong) == (engine, model, wanted, [])
+
+
+@pytest.mark.parametrize("text", ["8k", "8K", "1,024", "64.0", "0x10", "-1", "9" * 50])
+@pytest.mark.parametrize("command", ["vllm serve m --max-num-seqs", "sglang serve --model-path m --page-size",
+                                     "trtllm-serve m --max_batch_size"])  # fmt: skip
+def test_a_count_is_in_digits_as_the_engines_read_it(command: str, text: str) -> None:
+    """vLLM reads suffixes of lengths, of tokens of a step and of bytes alone."""
+    values, wrong = settings_of(one(f"{command}={text}"))
+    assert (values, len(wrong)) == ({}, 1)
+    values, wrong = settings_of(one(f"{command}=1_024"))
+    assert (list(values.values()), wrong) == ([1024], [])
+
+
+@pytest.mark.parametrize("engine", sorted(KINDS))
+def test_a_flag_is_read_alike_on_a_command_line_and_behind_like(engine: str) -> None:
+    """Two tables, for one is of what people type to us: what both read comes to the same value."""
+    apart = (Kind.WORD, Kind.JSON)
+    common = [knob for knob in OWN[engine] if KINDS[engine].get(knob.name, Kind.WORD) not in apart]
+    assert len(common) > 5
+    for knob in common:
+        found = []
+        for text in ("1", "64", "4096", "0.5", "1/2", "true", "false", "1,2,4", "-1", "auto", "4G"):
+            flag = Flag(name=knob.name, written=f"--{knob.name}", text=text)
+            try:
+                found.append((value_of(engine, flag, KINDS[engine][knob.name]), knob.read(text, knob.name)))
+            except UserError:
+                continue
+        assert found, knob.name
+        assert all(one == other for one, other in found), (knob.name, found)
 
 
 def test_a_script_with_all_its_trimmings() -> None:

@@ -9,7 +9,8 @@ from enum import StrEnum
 class Kind(StrEnum):
     """How the text of a flag is read."""
 
-    COUNT = "count"  # a whole number; vLLM's suffixes where it is vLLM's
+    COUNT = "count"  # a whole number, in digits alone
+    TOKENS = "tokens"  # a whole number, with vLLM's suffixes
     NUMBER = "number"  # a whole number that may be negative
     LENGTH = "length"  # tokens; -1 and auto are to be fitted
     SHARE = "share"  # 0 < share <= 1, exact
@@ -27,10 +28,11 @@ def _table(**names: str) -> dict[str, Kind]:
 
 
 VLLM = _table(
-    count="max_num_seqs max_num_batched_tokens block_size tensor_parallel_size pipeline_parallel_size "
+    count="max_num_seqs block_size tensor_parallel_size pipeline_parallel_size "
     "data_parallel_size data_parallel_size_local decode_context_parallel_size prefill_context_parallel_size "
     "max_loras max_lora_rank max_cpu_loras num_gpu_blocks_override max_seq_len_to_capture max_cudagraph_capture_size "
     "nnodes num_scheduler_steps long_prefill_token_threshold api_server_count num_speculative_tokens",
+    tokens="max_num_batched_tokens",
     number="max_logprobs optimization_level seed",
     length="max_model_len",
     share="gpu_memory_utilization",

@@ -16,6 +16,8 @@ from tonnage.units import LARGEST, exact, parse_count
 
 #: Characters of JSON in a flag.
 _MOST_JSON = 100_000
+#: Characters of a whole number.
+_MOST_DIGITS = 40
 
 
 def settings_of(command: Command) -> tuple[dict[str, object], list[InvalidSetting]]:
@@ -58,8 +60,12 @@ def _number(text: str, knob: str) -> int:
     return int(text)
 
 
-def _count(text: str, knob: str) -> int | None:
-    return parse_count(text, knob=knob, allow_zero=True)
+def _count(text: str, knob: str) -> int:
+    """As ``int`` reads it, for that is what the engines read these flags with: no suffixes, no commas."""
+    plain = text.strip()
+    if not re.fullmatch(r"\+?\d+(_\d+)*", plain) or len(plain) > _MOST_DIGITS or int(plain) > LARGEST:
+        raise InvalidSetting(knob, text[:80], "not a whole number in digits", remedy="write digits alone, such as 8192")
+    return int(plain)
 
 
 def _length(text: str, knob: str) -> int:
@@ -121,7 +127,8 @@ def _scalar(text: str) -> object:
 
 
 _READERS: Mapping[Kind, Callable[[str, str], object]] = {
-    Kind.COUNT: _vllm_count,
+    Kind.COUNT: _count,
+    Kind.TOKENS: _vllm_count,
     Kind.NUMBER: _number,
     Kind.LENGTH: _length,
     Kind.SHARE: read.share,
@@ -134,6 +141,5 @@ _READERS: Mapping[Kind, Callable[[str, str], object]] = {
 }
 _PLAIN: Mapping[Kind, Callable[[str, str], object]] = {
     **_READERS,
-    Kind.COUNT: _count,
     Kind.BYTES: read.size_or_unset,
 }

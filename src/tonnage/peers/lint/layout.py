@@ -8,7 +8,7 @@ from tonnage.costs.layers import Attention, Latent, Recurrent
 from tonnage.costs.ranks import rank_shape
 from tonnage.errors import InvalidSetting
 from tonnage.peers.commands.command import Command
-from tonnage.peers.lint.case import Case, held
+from tonnage.peers.lint.case import Case, held, number_of
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.lint.parallel import Parallel, rank_of, with_sizes
 from tonnage.peers.lint.remedies import can_fp8, flags_text, fp8_changes
@@ -17,6 +17,8 @@ from tonnage.units import GiB, format_bytes
 
 #: Shared memory below which ranks in a container were seen to fail: the runtimes' default is 64 MiB.
 LEAST_SHM_BYTES = GiB
+#: The setting by which ranks that hold the same heads, or latents, divide the tokens.
+_SHARED = {"vllm": "decode_context_parallel_size", "sglang": "dcp_size", "trtllm": ""}
 
 
 def split(case: Case) -> Iterator[Finding]:
@@ -87,6 +89,9 @@ def replicated(case: Case, start: Start) -> Iterator[Finding]:
     parallel = case.parallel()
     if start.starts is False or parallel.tp == 1 or parallel.attention_dp:
         return
+    if (shared := number_of(case, start, _SHARED[case.engine]) or 1) > 1:
+        yield _shared_tokens(case, shared)
+        return
     mixers = [mixer for layer in case.config.layers for mixer in layer.mixers]
     if any(isinstance(mixer, Latent) for mixer in mixers):
         yield from _latents(case, start, parallel)
@@ -103,6 +108,17 @@ def replicated(case: Case, start: Start) -> Iterator[Finding]:
         what=f"{heads} KV heads on {parallel.tp} ranks: each is held {-(-parallel.tp // heads)} times",
         why=_gain(case, start, tried, changes),
         change=(flags_text(case, changes),) if gains else (),
+    )
+
+
+def _shared_tokens(case: Case, ranks: int) -> Finding:
+    """Ranks that would hold the same tokens and divide them instead: no rule here knows it."""
+    return Finding(
+        code="TN008",
+        severity=Severity.WARNING,
+        what=f"the tokens that {ranks} ranks divide among them are not predicted: they hold more than is told here, up "
+        f"to {ranks} times",
+        why=f"{_SHARED[case.engine]} {ranks}",
     )
 
 

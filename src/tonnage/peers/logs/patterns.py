@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from tonnage.peers.logs.log import Unit
 
 #: A number with or without a decimal point, below zero where a budget was.
-N = r"(-?\d{1,12}(?:\.\d{1,12})?)"
+N = r"(?<!\d)(-?\d{1,12}(?:\.\d{1,12})?)"
 I = r"(\d[\d,]{0,17})"  # noqa: E741 - a whole number with commas
 
 #: A pattern, and the figures in its groups.

@@ -8,7 +8,7 @@ from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.budget import Budget
 from tonnage.peers.vllm.kept import kept_layers
 from tonnage.peers.vllm.pages import Pages
-from tonnage.peers.vllm.setup import Setup
+from tonnage.peers.vllm.setup import Setup, count
 from tonnage.terms import Source
 
 #: Releases at which a figure jumps, with what does.
@@ -45,6 +45,8 @@ def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
         yield "the encoder's dry run is not modelled: many or large pictures can make it the peak"
     if budget.total.low != budget.total.high:
         yield "the card's total is not the same on every machine: give the driver's own for a narrower answer"
+    if (count(launch, "decode_context_parallel_size") or 1) > 1:
+        yield "tokens that ranks divide among them (decode context parallelism) are not in these figures: more fit"
     if launch.get("enable_lora"):
         yield "the buffers of adapters (max_loras x max_lora_rank) are not in these figures"
     if setup.num_drafts and not launch.config.mtp_layers:
