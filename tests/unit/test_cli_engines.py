@@ -10,9 +10,11 @@ import pytest
 from cli_fakes import Ended, tonnage_fixture  # noqa: F401 - a fixture
 
 from tonnage.peers.corrections import Correction, dumps
+from tonnage.peers.launch import Launch
 from tonnage.peers.loading import PACKINGS
 from tonnage.peers.own_settings import OURS, OWN
 from tonnage.peers.predict import RULES
+from tonnage.peers.start import Count, Start
 from tonnage.peers.which import KNOWN
 from tonnage.units import GiB
 
@@ -182,6 +184,27 @@ def test_of_several_stages_the_smallest_is_told(tonnage: Program) -> None:
     last = start_of(tonnage, *flags, "--stage", "1")
     assert last["rank"]["index"] == 1
     assert last["tokens"]["best"] > start_of(tonnage, *flags)["tokens"]["best"]
+
+
+def test_of_several_stages_one_that_fails_is_told(tonnage: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds more tokens than the other, and ends the start all the same."""
+    from dataclasses import replace
+
+    from tonnage.peers import predict as module
+
+    real = module.predict
+
+    def predict(launch: Launch) -> Start:
+        found = real(launch)
+        if launch.rank.index == 0:
+            return found
+        assert found.tokens is not None
+        failed = replace(found.checks[0], passes=False)
+        return replace(found, checks=(failed,), tokens=Count.exact(10 * found.tokens.best))
+
+    monkeypatch.setattr(module, "predict", predict)
+    made = start_of(tonnage, "--engine", "sglang", "--pp", "2", code=2)
+    assert (made["rank"]["index"], made["starts"]) == (1, False)
 
 
 def test_what_pushes_against_is_told_too(tonnage: Program) -> None:

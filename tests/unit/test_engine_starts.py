@@ -168,6 +168,14 @@ def test_states_come_first_and_bound_what_runs() -> None:
     assert alone.concurrency.best == 30_000
 
 
+@pytest.mark.parametrize(("given", "same"), [(512, (512,)), ([512, 8192], (512, 8192)), ("512,8192", (512, 8192))])
+def test_windows_of_an_options_file_are_one_or_several(given: Value, same: tuple[int, ...]) -> None:
+    asked, tidy = (launch(engine="trtllm", version="1.2", max_attention_window=each) for each in (given, same))
+    assert predict(asked).pool == predict(tidy).pool
+    with pytest.raises(InvalidSetting, match="max_attention_window"):
+        predict(launch(engine="trtllm", version="1.2", max_attention_window="x"))
+
+
 @pytest.mark.parametrize("length", [100, 8192])
 def test_sequences_of_full_length_are_tokens_over_length(length: int) -> None:
     start = predict(launch("llama-3.1-8b", context_length=length))

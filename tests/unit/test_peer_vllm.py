@@ -342,3 +342,19 @@ def test_settings_may_be_text():
         "enforce_eager": True,
     }
     assert predict(launch(**words)).pool == predict(launch(**parsed)).pool
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"max_cudagraph_capture_size": "abc"}, {"max_cudagraph_capture_size": True}, {"max_capture_size": [1]},
+     {"cudagraph_capture_sizes": "x"}, {"cudagraph_capture_sizes": -3}],
+)  # fmt: skip
+def test_sizes_of_graphs_that_are_none_are_refused_in_words(asked):
+    with pytest.raises(InvalidSetting, match=next(iter(asked))):
+        predict(launch(**asked))
+
+
+@pytest.mark.parametrize("asked", [{"max_cudagraph_capture_size": 0}, {"cudagraph_capture_sizes": ()}])
+def test_no_sizes_are_no_graphs(asked):
+    assert predict(launch(**asked)).term("graphs").bytes.bytes == 0
+    assert predict(launch()).term("graphs").bytes.bytes > 0

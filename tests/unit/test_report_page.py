@@ -22,7 +22,7 @@ from tonnage.planner import find_config, plan_without_device
 from tonnage.planner.grid import LEAST_LENGTH, MOST_BATCHES, MOST_LENGTHS, axes, grid_without_device
 from tonnage.report.codec import to_json
 from tonnage.report.draw import share
-from tonnage.report.page import PAGE_SCHEMA, page_text
+from tonnage.report.page import PAGE_SCHEMA, page_of, page_text
 from tonnage.report.page_charts import _log_ticks, _ticks, short
 from tonnage.report.page_parts import _OTHER, COLOURS
 from tonnage.terms import LineKind
@@ -270,3 +270,15 @@ def test_other_engines_knobs_and_stages_are_on_the_page(tonnage: Program, tmp_pa
     cell = series["cells"][series["lengths"].index(8192)][series["batches"].index(series["own"][1])]
     assert cell["kv_tokens"] == made["kv"]["tokens"]
     assert ["rank", "0 of 2 (tp 1, pp 2, ep 1)"] in data["facts"] or any("of 2" in fact[1] for fact in data["facts"])
+
+
+def test_more_owners_than_letters_have_keys_of_their_own():
+    made, page = made_page("llama-3.1-8b")
+    assert len({segment.key for segment in page.segments}) == len(page.segments)
+    length, rows = made.limits.max_seq_len, made.limits.max_batch_size
+    cell = GridCell(max_seq_len=length, max_batch_size=rows, refused="too large")
+    grid = Grid(lengths=(length,), batches=(rows,), cells=((cell,),))
+    many = page_of(replace(made, lines=made.lines * 9), grid, version="0.0.0")
+    assert len(many.segments) > 60
+    assert len({segment.key for segment in many.segments}) == len(many.segments)
+    assert f'id="owner-{many.segments[-1].key}"' in page_text(many)

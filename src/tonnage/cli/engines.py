@@ -202,7 +202,8 @@ def _start(asked: Asked, place: Place, settings: Mapping[str, Value]) -> Start:
         for rank in place.ranks
     ]  # fmt: skip
     stages = [corrected(predict(launch), place.corrections) for launch in launches]
-    found = min(stages, key=lambda start: 0 if start.tokens is None else start.tokens.best)
+    # A stage that fails ends the start, however much it would hold.
+    found = min(stages, key=lambda start: (start.starts is not False, start.tokens.best if start.tokens else 0))
     warning = dtype_warning(place.card, found.launch.dtype or place.config.dtype)
     return replace(found, notes=(*found.notes, warning)) if warning else found
 

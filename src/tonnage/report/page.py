@@ -90,7 +90,7 @@ def page_of(made: MemoryPlan, grid: Grid, *, version: str) -> Page:
         headline=_headline(made),
         facts=tuple(_facts(made)),
         segments=tuple(
-            _segment(line, _KEYS[place]) for place, line in enumerate(each for each in made.lines if each.bytes)
+            _segment(line, _key(place)) for place, line in enumerate(each for each in made.lines if each.bytes)
         ),
         steps=tuple((step.name, step.op, amount_text(step), left_text(step), step.reason) for step in made.steps),
         caps=tuple(
@@ -120,6 +120,12 @@ def _script_json(page: Page) -> str:
 def _headline(made: MemoryPlan) -> str:
     sequences = plural(made.max_concurrency, "sequence")
     return f"{made.kv.tokens:,} tokens of cache: room for {sequences} of {made.limits.max_seq_len:,} tokens at once"
+
+
+def _key(place: int) -> str:
+    """A letter; behind the last one two of them."""
+    rounds, rest = divmod(place, len(_KEYS))
+    return (_KEYS[rounds - 1] if rounds else "") + _KEYS[rest]
 
 
 def _facts(made: MemoryPlan) -> Iterable[tuple[str, str]]:

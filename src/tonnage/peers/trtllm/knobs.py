@@ -7,7 +7,7 @@ from typing import Any
 from tonnage.budget.reference.knobs import ReferenceKnobs
 from tonnage.config import LimitKnobs, Origin, Setting
 from tonnage.peers.asked_settings import Settings
-from tonnage.peers.launch import Launch
+from tonnage.peers.launch import Launch, Value
 
 #: Sequences of a step, and tokens of it, where they are left out.
 MAX_BATCH_SIZE, MAX_NUM_TOKENS = 2048, 8192
@@ -30,6 +30,8 @@ def reference_knobs(launch: Launch, settings: Settings) -> ReferenceKnobs:
     given: dict[str, Any] = {name: settings.get(name) for name in _SAME if settings.has(name)}
     given |= {ours: settings.get(name) for name, ours in _RENAMED.items() if settings.has(name)}
     given |= {name: settings.switch(name) for name in _SWITCHES if settings.has(name)}
+    if "max_attention_window" in given:
+        given["max_attention_window"] = _windows(given["max_attention_window"])
     if launch.kv_dtype is not None:
         given["kv_dtype"] = _KV_NAMES.get(launch.kv_dtype, launch.kv_dtype)
     if "free_gpu_memory_fraction" not in given:
@@ -37,6 +39,13 @@ def reference_knobs(launch: Launch, settings: Settings) -> ReferenceKnobs:
     if "tokens_per_block" not in given:
         settings.took("tokens_per_block", None, "32", "tokens of a page")
     return ReferenceKnobs(**given)
+
+
+def _windows(value: Value) -> tuple[Value, ...]:
+    """One window, or a list of them: an options file may write both. The reference says what is no window."""
+    if isinstance(value, str):
+        return tuple(int(part) if part.lstrip("-").isdecimal() else part for part in value.split(",")[:MAX_BATCH_SIZE])
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def limit_knobs(launch: Launch, settings: Settings) -> LimitKnobs:

@@ -6,7 +6,7 @@ from tonnage.costs.ranks import rank_shape
 from tonnage.peers.start import Rule
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.facts import Facts
-from tonnage.peers.vllm.setup import Setup
+from tonnage.peers.vllm.setup import Setup, count
 from tonnage.terms import Quantity, Source
 from tonnage.units import ceil_div
 
@@ -15,17 +15,19 @@ FULL_LIST = 51
 
 
 def num_sizes(setup: Setup) -> int:
-    """Batch sizes that are captured: the list that was asked for, or the default up to twice ``max_num_seqs``."""
-    asked = setup.launch.get("cudagraph_capture_sizes")
+    """Batch sizes that are captured: the list that was asked for, or how many; else the default up to twice
+    ``max_num_seqs``. Raises ``InvalidSetting``."""
+    launch = setup.launch
+    asked = launch.get("cudagraph_capture_sizes")
     if isinstance(asked, (list, tuple)):
         return len(asked)
-    if isinstance(asked, int) and not isinstance(asked, bool):
-        return asked
-    largest = setup.launch.get("max_cudagraph_capture_size") or setup.launch.get("max_capture_size")
+    if asked is not None:
+        return count(launch, "cudagraph_capture_sizes", allow_zero=True) or 0
+    given = [count(launch, name, allow_zero=True) for name in ("max_cudagraph_capture_size", "max_capture_size")]
+    largest = next((size for size in given if size is not None), None)
     if not setup.is_v1:
-        limit = min(setup.max_num_seqs, int(str(largest or 256)))
-        return 3 + limit // 8
-    limit = min(2 * setup.max_num_seqs, int(str(largest or 512)))
+        return 3 + min(setup.max_num_seqs, 256 if largest is None else largest) // 8
+    limit = min(2 * setup.max_num_seqs, 512 if largest is None else largest)
     small = sum(size <= limit for size in (1, 2, 4))
     return small + min(limit, 256) // 8 + max(0, limit - 256) // 16
 
@@ -36,8 +38,10 @@ def graphs(setup: Setup, facts: Facts) -> Quantity:
         return Quantity.exact(0, Source.ASKED, "enforce_eager")
     if not setup.is_v1:
         return facts["graphs V0"].of(1, ref="graphs of the first core")
-    layers = len(rank_shape(setup.launch.config, setup.launch.rank).layers)
-    share = min(1, num_sizes(setup) / FULL_LIST)
+    layers, sizes = len(rank_shape(setup.launch.config, setup.launch.rank).layers), num_sizes(setup)
+    if not sizes:
+        return Quantity.exact(0, Source.ASKED, "no sizes to capture")
+    share = min(1, sizes / FULL_LIST)
     kind = "graph estimate" if setup.deducts_graphs else "graphs"
     each = facts[f"{kind} per layer"].of(ceil_div(int(layers * 100 * (1 + share) / 2), 100), ref=kind)
     base = facts[f"{kind} base"].of(1, ref=kind)
