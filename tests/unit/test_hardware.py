@@ -287,3 +287,12 @@ def test_cards_without_a_sourced_total_say_what_to_do(name):
 def test_cards_that_have_no_bfloat16(name, dtype, warned):
     assert bool(dtype_warning(find_card(name), dtype)) == warned
     assert not dtype_warning(generic_card(GiB), dtype)
+
+
+@pytest.mark.parametrize("name", ["a" + " " * 300_000 + "b", "a" + "-" * 300_000 + "b", "wsl" * 100_000])
+def test_a_name_without_end_is_no_card(name):
+    """A manifest may write one: it is refused at once, whatever a pattern would make of it."""
+    with pytest.raises(InvalidSetting, match="no card has so long a name") as caught:
+        find_card(name)
+    assert len(str(caught.value)) < 300
+    assert recognise(name, GiB) is None

@@ -9,6 +9,7 @@ from tonnage.errors import InvalidSetting
 from tonnage.hardware.card import Card, check_total, generic_card, host_card
 from tonnage.hardware.catalogue import CARDS
 from tonnage.hardware.mig import profiles_of, slice_of, split_name, with_profile
+from tonnage.units import shown
 
 #: Names that cards of several sizes go by; a plan for the wrong one would be off by half a device.
 AMBIGUOUS = {"a100": ("A100-40GB", "A100-80GB")}
@@ -18,6 +19,8 @@ WITHOUT_TOTAL = {
     "rtxa5000": "RTX A5000", "a5000": "RTX A5000", "gb200": "GB200", "gb300": "GB300", "thor": "Jetson Thor",
     "jetsonthor": "Jetson Thor", "orin64": "Jetson Orin 64GB", "orin64gb": "Jetson Orin 64GB",
 }  # fmt: skip
+#: Characters of a name that is looked for: a manifest may ask for a card by a text of any length.
+_LONGEST_NAME = 100
 #: How alike a name must be to be suggested: one slip of the finger in a short name, and not another maker's card.
 ALIKE = 0.7
 _WSL = re.compile(r"[\s(+-]*(?:under\s+)?wsl2?\)?$", re.IGNORECASE)
@@ -26,6 +29,8 @@ _WSL = re.compile(r"[\s(+-]*(?:under\s+)?wsl2?\)?$", re.IGNORECASE)
 def find_card(name: str) -> Card:
     """A card by name or alias, a slice of one ("H100 3g.40gb"), or a card under WSL ("RTX 4090 WSL"); case and
     punctuation do not matter. Raises ``InvalidSetting`` naming close ones."""
+    if len(name) > _LONGEST_NAME:
+        raise InvalidSetting("device", shown(name), "no card has so long a name", remedy="write one such as H100-80GB")
     if _WSL.search(name):
         return find_card(_WSL.sub("", name)).under_wsl()
     if (cut := split_name(name)) is not None:

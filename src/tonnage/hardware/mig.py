@@ -22,6 +22,10 @@ _LEAST_SHARE = Fraction(9, 10)
 _NAME = re.compile(r"^(?P<card>.+?)(?:[\s_/-]+mig)?[\s_/-]+(?P<profile>[1-8]g[\s._-]*\d+gb)(?:\+[a-z.]+|-me)?$")
 
 
+#: Characters of a name that may hold a profile.
+_LONGEST_NAME = 200
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One kind of slice. ``listed`` is what ``nvidia-smi mig -lgip`` shows, in GiB, "" where no list was found;
@@ -99,7 +103,7 @@ def profiles_of(card: Card) -> tuple[Profile, ...]:
 def split_name(text: str) -> tuple[str, str] | None:
     """(card, profile) of "H100-80GB 3g.40gb" or "NVIDIA H200 MIG 3g.71gb"; None for a name without a profile. What
     stands behind a profile (+me) changes nothing about its memory."""
-    found = _NAME.match(text.strip().lower())
+    found = _NAME.match(text.strip().lower()) if len(text) <= _LONGEST_NAME else None
     if found is None:
         return None
     profile = re.sub(r"[\s_-]", ".", found["profile"])
