@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass
 
 from tonnage.errors import InvalidSetting
+from tonnage.units import shown
 
-_NUMBER = re.compile(r"v?(\d+(?:\.\d+)*)")
-_VAGUE = re.compile(r"v?(\d+)\.(\d)x(?![\w])")
-_VAGUE_PATCH = re.compile(r"v?(\d+)\.(\d+)\.(\d?)x(?![\w])")
+_NUMBER = re.compile(r"v?(\d{1,9}(?:\.\d{1,9})*)")
+_VAGUE = re.compile(r"v?(\d{1,9})\.(\d)x(?![\w])")
+_VAGUE_PATCH = re.compile(r"v?(\d{1,9})\.(\d{1,9})\.(\d?)x(?![\w])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Version:
         """As a user types it: raises ``InvalidSetting`` where it names no release."""
         version = cls.read(text)
         if version.first is None:
-            raise InvalidSetting(knob, text, "no release has such a name", remedy="write one such as 0.19 or 0.19.1")
+            raise InvalidSetting(knob, shown(text), "no release has such a name", remedy="write one such as 0.19 or 0.19.1")
         return version
 
     def may_be(self, *, since: tuple[int, ...] | None = None, before: tuple[int, ...] | None = None) -> bool:
