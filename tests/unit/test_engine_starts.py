@@ -16,6 +16,7 @@ from tonnage.errors import InvalidSetting, UserError
 from tonnage.hardware import find_card, generic_card
 from tonnage.peers.asked_settings import Settings
 from tonnage.peers.launch import Launch, Value
+from tonnage.peers.log_lines import log_lines
 from tonnage.peers.partition import fitted
 from tonnage.peers.predict import predict
 from tonnage.peers.sglang.cells import cells
@@ -182,6 +183,15 @@ def test_sequences_of_full_length_are_tokens_over_length(length: int) -> None:
     assert start.tokens is not None
     assert start.concurrency is not None
     assert start.concurrency.best == start.tokens.best * 1000 // length
+
+
+def test_states_that_are_more_than_the_card_are_no_pool() -> None:
+    """It fails before it makes any: no pool, and nothing that its log would say of one."""
+    start = predict(launch("qwen3.6-27b", weights=28 * GiB, disable_radix_cache=True, max_running_requests=4096))
+    assert start.starts is False
+    assert (start.pool.bytes, start.pool.high) == (0, 0)
+    assert log_lines(start) == ()
+    assert sum(term.bytes.bytes for term in start.terms) == start.launch.card.total_bytes
 
 
 def test_drafts_keep_states_of_their_own() -> None:

@@ -61,7 +61,8 @@ class Pools:
 
     @property
     def all_bytes(self) -> int:
-        return self.state_bytes + self.verify_bytes + self.token_bytes
+        """Of all pools together; 0 where states alone are more than the budget, for then none is made."""
+        return 0 if self.rest < 0 else self.state_bytes + self.verify_bytes + self.token_bytes
 
 
 def shapes(launch: Launch, settings: Settings, *, has_media: bool, is_compressed: bool) -> Shapes:
