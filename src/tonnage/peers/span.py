@@ -40,10 +40,6 @@ class Span:
     def at_least(self, floor: int) -> Span:
         return Span(max(self.best, floor), max(self.low, floor), max(self.high, floor))
 
-    def shown_as(self, best: int) -> Span:
-        """The same range with another best, which it is stretched to hold."""
-        return Span(best, min(best, self.low), max(best, self.high))
-
     def quantity(self, source: Source, ref: str) -> Quantity:
         return Quantity(bytes=self.best, low=self.low, high=self.high, source=source, ref=ref)
 

@@ -48,7 +48,8 @@ class Version:
         """As a user types it: raises ``InvalidSetting`` where it names no release."""
         version = cls.read(text)
         if version.first is None:
-            raise InvalidSetting(knob, shown(text), "no release has such a name", remedy="write one such as 0.19 or 0.19.1")
+            remedy = "write one such as 0.19 or 0.19.1"
+            raise InvalidSetting(knob, shown(text), "no release has such a name", remedy=remedy)
         return version
 
     def may_be(self, *, since: tuple[int, ...] | None = None, before: tuple[int, ...] | None = None) -> bool:

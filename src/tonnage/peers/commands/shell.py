@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tonnage.errors import InputError
 
@@ -251,8 +251,3 @@ def filled(text: str, known: Mapping[str, str], depth: int = 0, *, room: Room | 
 
     done = _VARIABLE.sub(value, text) if "$" in text or "`" in text else text
     return Word(done, tuple(dict.fromkeys(unknown)))
-
-
-def with_variables(simple: Simple, variables: Mapping[str, str]) -> Simple:
-    """The command with more of an environment; its own assignments win."""
-    return replace(simple, variables={**variables, **simple.variables})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 from tonnage.peers.asked_settings import Settings
 from tonnage.peers.launch import Launch
@@ -127,8 +126,3 @@ def _notes(launch: Launch, model: Model, best: Fitted) -> tuple[str, ...]:
     if launch.rank.pp > 1:
         notes.append("One device of several, fitted alone: --fit balances them, with half a layer to spare on each.")
     return tuple(notes)
-
-
-def state_bytes(launch: Launch) -> Fraction:
-    """Of one sequence, for who compares with a log."""
-    return Fraction(model_of(launch, Settings(launch)).state)

@@ -14,8 +14,6 @@ from tonnage.units import round_down
 MEDIA_BYTES = 100 * 1000 * 1000
 #: State slots that one request may hold: its own, one being written, one in the prefix cache.
 SLOTS_PER_REQUEST = 3
-#: Where steps overlap and states are kept for prefixes, two more.
-MOST_SLOTS_PER_REQUEST = 5
 #: Bounds of the estimate of how many requests may run.
 LEAST_REQUESTS, MOST_REQUESTS, SEQUENCES = 2048, 4096, 512
 
