@@ -142,7 +142,7 @@ def test_values_and_variables(model) -> None:
 def test_what_keeps_a_launch_from_being_predicted(model) -> None:
     assert "no such folder" in codes("vllm serve ./nowhere/at/all")["TN008"].what
     assert "nothing names the GPU" in codes("vllm serve m", model("llama-3.1-8b"), card=None)["TN008"].what
-    assert "gives M a value" in codes("vllm serve $M", model("llama-3.1-8b"))["TN008"].what
+    assert "gives M a value" in codes("vllm serve $M")["TN008"].what
     assert "names no model" in codes("vllm serve", model("llama-3.1-8b"))["TN008"].what
 
 
@@ -315,3 +315,21 @@ def test_plain_weights_are_packed_as_they_are_loaded(model) -> None:
     assert plain.start.launch.weights.bytes == pytest.approx(14.96 * GiB, rel=1e-3)
     assert packed.start.launch.weights.bytes == pytest.approx(8.46 * GiB, rel=1e-3)
     assert "TN044" not in {finding.code for finding in packed.findings}
+
+
+def test_flags_that_a_comment_cuts_off_are_an_error(model) -> None:
+    finding = codes("vllm serve m \\\n  # none\n  --max-num-seqs 8\n", model("llama-3.1-8b"))["TN013"]
+    assert "--max-num-seqs" in finding.what
+    assert "TN013" not in codes("vllm serve m \\\n  --max-num-seqs 8\n# none\nls -l", model("llama-3.1-8b"))
+
+
+def test_variables_among_the_flags_are_told(model) -> None:
+    finding = codes("vllm serve m $EXTRA", model("llama-3.1-8b"))["TN006"]
+    assert (finding.what[:6], finding.change) == ("$EXTRA", ("--set EXTRA=VALUE",))
+    assert "TN006" not in codes('vllm serve m "$@"', model("llama-3.1-8b"))
+
+
+def test_one_model_stands_in_where_nothing_gives_the_name(model) -> None:
+    assert linted("vllm serve $HOME/m", model("llama-3.1-8b"))[0].start is not None
+    assert codes("vllm serve $HOME/m")["TN008"].change == ("add --set HOME=VALUE, or --model MODEL",)
+    assert codes("vllm serve $(ls | head -1)")["TN008"].change == ("add --model MODEL",)

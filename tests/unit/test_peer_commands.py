@@ -373,3 +373,52 @@ def test_garbage_is_read_or_refused_in_words(text: str, name: str) -> None:
         return
     for command in found:
         settings_of(command)
+
+
+#: script -> the flags of its only launch, as a shell would hand them over
+SHELL_WORDS: list[tuple[str, list[tuple[str, str | None]]]] = [
+    ('A="--tp 2 --pp 3"\nvllm serve m $A', [("tensor_parallel_size", "2"), ("pipeline_parallel_size", "3")]),
+    ('A="--tp 2"\nB="$A --pp 3"\nvllm serve m $B', [("tensor_parallel_size", "2"), ("pipeline_parallel_size", "3")]),
+    ('S="a b"\nvllm serve m --served-model-name "$S"', [("served_model_name", "a b")]),
+    ("E=\nvllm serve m $E --tp 2", [("tensor_parallel_size", "2")]),
+    ("A=(m --tp 2\n  # none\n  --pp 3\n)\nA+=(--seed 1)\nvllm serve \"${A[@]}\"",
+     [("tensor_parallel_size", "2"), ("pipeline_parallel_size", "3"), ("seed", "1")]),
+    ('CMD="vllm serve m"\nCMD="$CMD --tp 2"\neval $CMD', [("tensor_parallel_size", "2")]),
+    ('CMD="vllm serve m --tp 2"\n$CMD', [("tensor_parallel_size", "2")]),
+    ("""eval "vllm serve m --tp '2'" """, [("tensor_parallel_size", "2")]),
+    ('tmux new-session -d -s x "vllm serve m --tp 2"', [("tensor_parallel_size", "2")]),
+    ("ssh host 'cd /x && vllm serve m --tp 2'", [("tensor_parallel_size", "2")]),
+    (': "${TP:=2}"\nvllm serve m --tp $TP', [("tensor_parallel_size", "2")]),
+    ("vllm serve m --tp ${3:-2}", [("tensor_parallel_size", "2")]),
+    ("X=1 \\\n#Y=2 \\\nvllm serve m --tp 2", [("tensor_parallel_size", "2")]),
+    ("vllm serve m --t\\\np 2", [("tensor_parallel_size", "2")]),
+    ('vllm serve m --seed "1\\\n2"', [("seed", "12")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "flags"), SHELL_WORDS)
+def test_words_are_those_that_a_shell_hands_over(script: str, flags: list[tuple[str, str | None]]) -> None:
+    found = one(script)
+    assert [(flag.name, flag.text) for flag in found.flags] == flags
+    assert (found.model, found.open_words, found.lost) == ("m", (), ())
+
+
+def test_what_a_shell_would_print_is_no_launch() -> None:
+    with pytest.raises(InputError, match="starts no engine"):
+        commands_in('echo "now: vllm serve m"')
+
+
+@pytest.mark.parametrize("end", ["# --seed 1 \\\n", "# why\n", "--seed 1 \\ \n"])
+def test_flags_behind_the_end_of_a_command_are_lost(end: str) -> None:
+    found = one(f"vllm serve m \\\n  --tp 2 \\\n  {end}  --pp 3 --enforce-eager\nls -l")
+    assert found.lost == ("--pp", "--enforce-eager")
+    assert found.flag("pipeline_parallel_size") is None
+
+
+def test_words_that_nothing_gives_are_kept_apart() -> None:
+    assert [word.unknown for word in one("vllm serve m $EXTRA --tp 2 $(cat f)").open_words] == [("EXTRA",), ("$(...)",)]
+    assert one("vllm serve $MODEL $EXTRA").unknown == ("MODEL",)
+
+
+def test_powershell_continues_with_a_backtick() -> None:
+    assert one("vllm serve m `\r\n  --tp 2", name="run.ps1").text("tensor_parallel_size") == "2"

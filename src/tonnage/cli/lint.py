@@ -36,7 +36,9 @@ def lint(
     memory: opt.Memory = None,
     model: Annotated[
         Several,
-        typer.Option("--model", metavar="[NAME=]FOLDER", help="Where a model's config.json is; may be repeated."),
+        typer.Option(
+            "--model", metavar="[NAME=]MODEL", help="A folder, config.json or built-in shape for it; may be repeated."
+        ),
     ] = None,
     num_gpus: Annotated[Text, opt.option("--num-gpus", "N", "GPUs of each launch, where nothing says.")] = None,
     users: Annotated[Text, opt.option("--users", "N", "Sequences of full length that are to fit at once.")] = None,

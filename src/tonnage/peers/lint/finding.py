@@ -32,6 +32,7 @@ CODES: Mapping[str, str] = {
     "TN010": "what the number of sequences costs",
     "TN011": "a sequence of full length does not fit",
     "TN012": "fewer users fit than asked for",
+    "TN013": "flags that the command does not reach",
     "TN020": "too little is left after start-up",
     "TN021": "engines on one GPU ask for more than all of it",
     "TN022": "other processes hold what it asks for",

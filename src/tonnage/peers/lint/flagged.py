@@ -75,6 +75,28 @@ def variables(command: Command) -> Iterator[Finding]:
                 why="the prediction is made without the flag",
                 change=tuple(f"--set {name}=VALUE" for name in flag.unknown if name.isidentifier()),
             )
+    for word in command.open_words:
+        named = tuple(name for name in word.unknown if name.isidentifier())
+        if named:
+            yield Finding(
+                code="TN006",
+                severity=Severity.WARNING,
+                what=f"{word.text} stands among the flags, and nothing here gives {_listed(named)} a value",
+                why="the prediction is made without the flags in it",
+                change=tuple(f"--set {name}=VALUE" for name in named),
+            )
+
+
+def behind(command: Command) -> Iterator[Finding]:
+    """Flags on lines that the command does not reach, for a comment or a blank behind a backslash ends it."""
+    if command.lost:
+        yield Finding(
+            code="TN013",
+            severity=Severity.ERROR,
+            what=f"the command ends before {_listed(command.lost)}, which its engine never sees",
+            why="a comment line between continued lines, or a blank behind a backslash, ends a command",
+            change=("move the comment out of the command, and end each of its lines with the backslash",),
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
