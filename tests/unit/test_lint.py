@@ -333,3 +333,9 @@ def test_one_model_stands_in_where_nothing_gives_the_name(model) -> None:
     assert linted("vllm serve $HOME/m", model("llama-3.1-8b"))[0].start is not None
     assert codes("vllm serve $HOME/m")["TN008"].change == ("add --set HOME=VALUE, or --model MODEL",)
     assert codes("vllm serve $(ls | head -1)")["TN008"].change == ("add --model MODEL",)
+
+
+def test_a_release_beyond_the_rules_is_told(model) -> None:
+    run = "docker run --gpus 1 --ipc host vllm/vllm-openai:v{} --model m"
+    assert "newer than" in codes(run.format("7.1.0"), model("llama-3.1-8b"))["TN007"].what
+    assert "TN007" not in codes(run.format("0.19.0"), model("llama-3.1-8b"))

@@ -204,7 +204,8 @@ def _start(asked: Asked, place: Place, settings: Mapping[str, Value]) -> Start:
     stages = [corrected(predict(launch), place.corrections) for launch in launches]
     found = min(stages, key=lambda start: 0 if start.tokens is None else start.tokens.best)
     warning = dtype_warning(place.card, found.launch.dtype or place.config.dtype)
-    return replace(found, notes=(*found.notes, warning)) if warning else found
+    beyond = beyond_note(asked)
+    return replace(found, notes=(*found.notes, *(each for each in (warning, beyond) if each)))
 
 
 def show_engines(
@@ -239,6 +240,16 @@ def newest_note(asked: Asked) -> str:
     return f"none was named: {asked.known.newest} is the newest whose rules are known; write {asked.name}==VERSION"
 
 
+def beyond_note(asked: Asked) -> str:
+    """That a release is newer than the rules; empty where it is not."""
+    if not asked.is_beyond:
+        return ""
+    return (
+        f"{asked.told} is newer than {asked.known.newest}, the newest release whose rules are known: those of "
+        f"{asked.known.newest} are taken"
+    )
+
+
 def _show_comparison(
     asked: Sequence[Asked],
     starts: Sequence[Start],
@@ -257,6 +268,7 @@ def _show_comparison(
     launch = starts[0].launch
     if newest := [each.told for each in asked if each.is_newest]:
         notes = (*notes, f"Releases that were not named are the newest whose rules are known: {', '.join(newest)}.")
+    notes = (*notes, *(f"{note}." for each in asked if (note := beyond_note(each))))
     made = Comparison(
         model=launch.config.name, device=launch.card.name, device_bytes=launch.card.total_bytes,
         starts=tuple((each.told, start) for each, start in zip(asked, starts, strict=True)), plan=own, refused=refused,

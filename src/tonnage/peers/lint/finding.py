@@ -26,7 +26,7 @@ CODES: Mapping[str, str] = {
     "TN004": "a flag that no release reads",
     "TN005": "a flag that this release does not read",
     "TN006": "a variable without a value",
-    "TN007": "the release is not known",
+    "TN007": "the release is not known, or newer than the rules",
     "TN008": "it was not predicted",
     "TN009": "an options file that is not at hand",
     "TN010": "what the number of sequences costs",

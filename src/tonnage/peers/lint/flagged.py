@@ -12,6 +12,7 @@ from tonnage.peers.commands.meaning import draft_model
 from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.version import Version
+from tonnage.peers.which import find_known, is_beyond
 
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "trtllm-serve"}
 
@@ -123,7 +124,7 @@ def weights(case: Case) -> Iterator[Finding]:
 
 
 def release(command: Command, version: Version, *, is_assumed: bool) -> Iterator[Finding]:
-    """A release that nothing names."""
+    """A release that nothing names, or one that is newer than the rules."""
     if is_assumed:
         image = command.place.image
         yield Finding(
@@ -132,6 +133,14 @@ def release(command: Command, version: Version, *, is_assumed: bool) -> Iterator
             what=f"nothing says which release it is; the rules of {version} are taken",
             why=f"the image is {image}" if image else "",
             change=(f"a tag with a release in it, or --engine {command.engine}=={version}",),
+        )
+    known = find_known(command.engine, typed=command.engine)
+    if is_beyond(known, version):
+        yield Finding(
+            code="TN007",
+            severity=Severity.WARNING,
+            what=f"{version} is newer than {known.newest}, the newest release whose rules are known",
+            why=f"the rules of {known.newest} are taken",
         )
 
 
