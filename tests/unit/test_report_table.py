@@ -331,3 +331,12 @@ def test_a_child_does_not_add_to_the_bar() -> None:
 def test_settings_that_came_from_a_fraction_are_told_as_typed() -> None:
     plan = make_plan(knobs=Knobs(kv_fraction=Setting(Fraction(1, 3), "1/3", Origin.FILE, "knobs.json")))
     assert "kv_fraction 1/3 (knobs.json)" in drawn(show_plan, plan)
+
+
+def test_a_reader_that_went_away_is_for_the_program_to_end() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        console_for(Closed()).print("a")

@@ -112,7 +112,7 @@ def explain(error: Exception) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, click.UsageError):
         verb = error.ctx.command_path if error.ctx else "tonnage"
-        told = error.format_message()
+        told = _habit(error) or error.format_message()
         return f"{told if told.endswith(('.', '?')) else told + '.'} See {verb} --help.", error.exit_code
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
@@ -124,6 +124,18 @@ def explain(error: Exception) -> tuple[str, int]:
         f"Set {TRACEBACK_VARIABLE}=1 to see where, and please report it.",
         1,
     )
+
+
+def _habit(error: click.UsageError) -> str | None:
+    """What to write for a flag of another engine; None for any other mistake."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return None
+    own = {name for parameter in error.ctx.command.params for name in parameter.opts}
+    if "--max-seq-len" not in own:
+        return None  # it plans nothing
+    from tonnage.cli.other_flags import told_of
+
+    return told_of(error.option_name, own)
 
 
 def tell(text: str) -> None:

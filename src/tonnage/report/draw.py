@@ -36,8 +36,13 @@ def console_for(stream: IO[str]) -> Console:
     """A console that adapts to its terminal, and writes plain text of a fixed width into a pipe."""
     from rich.console import Console
 
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            """Rich would end the process with 1; the program's own end knows what to do."""
+            raise BrokenPipeError
+
     sized = stream.isatty() or "COLUMNS" in os.environ
-    return Console(file=stream, width=None if sized else PIPED_WIDTH, highlight=False, markup=False, emoji=False)
+    return Piped(file=stream, width=None if sized else PIPED_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def show(parts: Iterable[RenderableType], console: Console) -> None:
