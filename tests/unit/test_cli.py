@@ -344,3 +344,9 @@ def test_a_terminal_without_unicode_gets_plain_signs() -> None:
         out, err = run.communicate()
     assert (run.returncode, err) == (0, "")
     assert "####" in out
+
+
+def test_a_card_may_be_given_the_total_that_its_driver_reports(tonnage: Program) -> None:
+    made = json.loads(tonnage("plan", LLAMA, "--device", "H100", "--memory", "79.11GiB", "--json").out)
+    assert made["device_bytes"] == int(79.11 * 2**30)
+    assert "79.11 GiB" in tonnage("plan", LLAMA, "--device", "H100", "--memory", "79.11GiB").out

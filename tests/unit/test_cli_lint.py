@@ -34,6 +34,7 @@ def test_exit_codes(tonnage) -> None:
     assert tonnage("lint", "--strict", *warned[1:]).code == 1
     failing = tonnage("lint", *PLACE, "--", *CLEAN.split(), "--swap-space", "4")
     assert (failing.code, "TN005 error" in failing.out) == (2, True)
+    assert "but for the errors below it starts: " in failing.out
 
 
 def test_several_files_with_their_folders(tonnage, tmp_path: Path) -> None:

@@ -339,3 +339,10 @@ def test_a_release_beyond_the_rules_is_told(model) -> None:
     run = "docker run --gpus 1 --ipc host vllm/vllm-openai:v{} --model m"
     assert "newer than" in codes(run.format("7.1.0"), model("llama-3.1-8b"))["TN007"].what
     assert "TN007" not in codes(run.format("0.19.0"), model("llama-3.1-8b"))
+
+
+@pytest.mark.parametrize("text", ["90%", "9/10", "90", "0", "nan", "-1"])
+def test_a_share_is_read_as_its_engine_reads_it(model, text: str) -> None:
+    finding = codes(f"vllm serve m --gpu-memory-utilization {text}", model("llama-3.1-8b"))["TN003"]
+    assert "%" not in finding.change[0]
+    assert "TN003" not in codes("vllm serve m --gpu-memory-utilization 9e-1", model("llama-3.1-8b"))

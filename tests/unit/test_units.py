@@ -197,3 +197,16 @@ def test_the_ends_of_a_range_of_numbers():
 def test_no_whole_numbers(value):
     with pytest.raises(InvalidSetting, match="not a whole number"):
         check_whole("x", value, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("79.11GiB", 84943715696), ("0.3KiB", 307), ("1.0000001GB", 1000000100)]
+)
+def test_a_size_is_as_exact_as_it_was_printed(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text, knob="x") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["0.3", "1.5B", "0.0001KiB"])
+def test_no_size_is_a_part_of_a_byte(text: str) -> None:
+    with pytest.raises(InvalidSetting):
+        parse_bytes(text, knob="x")

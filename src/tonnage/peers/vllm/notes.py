@@ -44,7 +44,10 @@ def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
     if launch.config.towers and launch.weights.source not in (Source.MEASURED, Source.COUNTED):
         yield "the encoder's dry run is not modelled: many or large pictures can make it the peak"
     if budget.total.low != budget.total.high:
-        yield "the card's total is not the same on every machine: give the driver's own for a narrower answer"
+        yield (
+            "the card's total is not the same on every machine: give the driver's own as --memory beside --device for "
+            "a narrower answer"
+        )
     if launch.get("enable_lora"):
         yield "the buffers of adapters (max_loras x max_lora_rank) are not in these figures"
     if setup.num_drafts and not launch.config.mtp_layers:
