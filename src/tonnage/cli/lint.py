@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -166,12 +167,17 @@ def read_text(name: str) -> tuple[str, Path]:
                 raw, folder = file.read(MOST_BYTES + 1), path.parent
         except FileNotFoundError:
             raise InputError(f"there is no file {name}", value=name, remedy="check the path") from None
+        except IsADirectoryError:
+            raise InputError(
+                f"{name} is a folder", value=name, remedy=f"name its files: {name.rstrip('/')}/*"
+            ) from None
         except (OSError, ValueError) as fault:
             why = getattr(fault, "strerror", None) or str(fault)
             raise InputError(f"{name} cannot be read: {why}", value=name) from None
     if len(raw) > MOST_BYTES:
         raise InputError(f"{name} is larger than {MOST_BYTES:,} bytes", value=name)
-    return raw.decode("utf-8-sig", errors="replace"), folder
+    is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell redirects
+    return raw.decode("utf-16" if is_wide else "utf-8-sig", errors="replace"), folder
 
 
 def _dotenv(folder: Path) -> dict[str, str]:
