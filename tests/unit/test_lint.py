@@ -346,3 +346,9 @@ def test_a_share_is_read_as_its_engine_reads_it(model, text: str) -> None:
     finding = codes(f"vllm serve m --gpu-memory-utilization {text}", model("llama-3.1-8b"))["TN003"]
     assert "%" not in finding.change[0]
     assert "TN003" not in codes("vllm serve m --gpu-memory-utilization 9e-1", model("llama-3.1-8b"))
+
+
+def test_ranks_on_other_hosts_are_no_error(model) -> None:
+    path = model("llama-3.1-70b")
+    assert "TN032" in codes("vllm serve m -tp 8", path, num_gpus=4)
+    assert "TN032" not in codes("vllm serve m -tp 8 --distributed-executor-backend ray", path, num_gpus=4)

@@ -422,3 +422,49 @@ def test_words_that_nothing_gives_are_kept_apart() -> None:
 
 def test_powershell_continues_with_a_backtick() -> None:
     assert one("vllm serve m `\r\n  --tp 2", name="run.ps1").text("tensor_parallel_size") == "2"
+
+
+LEADER = """
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+metadata: {name: big}
+spec:
+  leaderWorkerTemplate:
+    size: 2
+    leaderTemplate:
+      spec:
+        containers:
+        - image: vllm/vllm-openai:v0.8.5
+          command: [sh, -c, "start-ray leader; python3 -m vllm.entrypoints.openai.api_server --model m -tp 8 -pp 2"]
+          resources: {limits: {nvidia.com/gpu: "8"}}
+"""
+
+
+def test_the_hosts_of_a_group_are_counted_together() -> None:
+    assert one(LEADER, name="a.yaml").place.num_gpus == 16
+    for size in ("1", "none", "true", "-3"):
+        assert one(LEADER.replace("size: 2", f"size: {size}"), name="a.yaml").place.num_gpus == 8
+
+
+RUNTIME = """
+apiVersion: serving.kserve.io/v1alpha1
+kind: ServingRuntime
+metadata: {{name: r}}
+spec:
+  containers:
+  - image: {image}
+    args: {args}
+"""
+
+
+def test_images_that_others_built_are_vllm_where_they_are_given_a_model() -> None:
+    for image in ("quay.io/org/tgis-vllm:2", "registry/odh-vllm-cuda-rhel9@sha256:12", "org/vllm_openai:1"):
+        found = one(RUNTIME.format(image=image, args="[--model=/mnt/models, --max-num-seqs=512]"), name="a.yaml")
+        assert (found.engine, found.version, found.text("max_num_seqs")) == ("vllm", None, "512")
+    for image, args in (
+        ("org/vllm-router:1", "[--port=1]"),
+        ("org/svllm:1", "[--model=m]"),
+        ("org/tgis:1", "[--model=m]"),
+    ):
+        with pytest.raises(InputError):
+            commands_in(RUNTIME.format(image=image, args=args), name="a.yaml")

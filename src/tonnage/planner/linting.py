@@ -82,6 +82,7 @@ def _lint(command: Command, *, file: str, asked: LintAsked) -> tuple[Linted, Cas
     parallel = parallel_of(command.engine, settings)
     num_gpus = sharing.num_gpus_of(command)
     is_spread = any(name in settings for name in ("nnodes", "data_parallel_size_local"))
+    is_spread = is_spread or command.text("distributed_executor_backend") == "ray"  # it finds GPUs of other hosts
     findings += layout.gpus(
         command, parallel, num_gpus=asked.num_gpus if num_gpus is None else num_gpus, is_spread=is_spread
     )

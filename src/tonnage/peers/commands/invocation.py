@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tonnage.peers.commands import kinds
 from tonnage.peers.commands.command import Command, Flag, Place
-from tonnage.peers.commands.images import engine_of_image, version_of_image
+from tonnage.peers.commands.images import engine_of_image, may_be_vllm, version_of_image
 from tonnage.peers.commands.kinds import Kind
 from tonnage.peers.commands.shell import Simple, Word, simple_commands
 
@@ -24,6 +24,7 @@ MODULES = {
 }
 _PIN = re.compile(r"(vllm|sglang|tensorrt[-_]llm)(?:\[[\w,-]*\])?==(\d+(?:\.\w+)+)")
 _PIN_ENGINES = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm", "tensorrt_llm": "trtllm"}
+_MODEL_FLAG = re.compile(r"--model(=|$)")
 #: Programs that are given a command as one word, or as several.
 _CARRIERS = ("eval", "tmux", "screen", "ssh", "su")
 #: Shells inside shells that are followed.
@@ -74,6 +75,8 @@ def container_launches(words: Sequence[Word], place: Place, where: str, *, depth
     if found:
         return found
     engine = engine_of_image(place.image)
+    if engine is None and may_be_vllm(place.image) and any(_MODEL_FLAG.match(word.text) for word in words):
+        engine = "vllm"
     if engine == "vllm" and not (words and _is_other_program(words[0].text)):
         return [command_of(engine, words, place=place, where=where, version=version_of_image(place.image))]
     return []
