@@ -352,3 +352,9 @@ def test_ranks_on_other_hosts_are_no_error(model) -> None:
     path = model("llama-3.1-70b")
     assert "TN032" in codes("vllm serve m -tp 8", path, num_gpus=4)
     assert "TN032" not in codes("vllm serve m -tp 8 --distributed-executor-backend ray", path, num_gpus=4)
+
+
+def test_a_flag_that_is_gone_is_a_warning_where_the_release_is_a_guess() -> None:
+    asked = LintAsked(engine=None, card=H100, models={})
+    (found,) = lint(commands_in("vllm serve m --swap-space 4"), file="a.sh", asked=asked)
+    assert {each.code: each.severity for each in found.findings}["TN005"] is Severity.WARNING

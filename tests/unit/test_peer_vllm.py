@@ -323,3 +323,9 @@ def test_settings_may_be_text():
         "enforce_eager": True,
     }
     assert predict(launch(**words)).pool == predict(launch(**parsed)).pool
+
+
+def test_a_length_beyond_the_models_own_is_told() -> None:
+    positions = launch().config.max_position_embeddings
+    assert any(f"above the {positions:,} positions" in note for note in predict(launch(max_model_len=10**7)).notes)
+    assert not any("positions of config.json" in note for note in predict(launch(max_model_len=positions)).notes)

@@ -76,7 +76,8 @@ def _with(linted: Linted, findings: Sequence[Finding]) -> Linted:
 def _lint(command: Command, *, file: str, asked: LintAsked) -> tuple[Linted, Case | None]:
     version, is_assumed = version_of(command, asked.engine)
     settings, wrong = settings_of(command)
-    findings = [*flagged.values(wrong), *flagged.names(command, version), *flagged.variables(command)]
+    names = flagged.names(command, version, is_assumed=is_assumed)
+    findings = [*flagged.values(wrong), *names, *flagged.variables(command)]
     findings += flagged.behind(command)
     findings += [*flagged.release(command, version, is_assumed=is_assumed), *flagged.options_file(command)]
     parallel = parallel_of(command.engine, settings)

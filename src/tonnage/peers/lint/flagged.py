@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tonnage.errors import InvalidSetting
 from tonnage.peers.commands import kinds, known
@@ -28,8 +29,8 @@ def values(wrong: Sequence[InvalidSetting]) -> Iterator[Finding]:
         )
 
 
-def names(command: Command, version: Version) -> Iterator[Finding]:
-    """A finding for each flag that this release does not read."""
+def names(command: Command, version: Version, *, is_assumed: bool = False) -> Iterator[Finding]:
+    """A finding for each flag that this release does not read. ``is_assumed``: nothing says that it is this one."""
     for flag in {flag.name: flag for flag in command.flags}.values():
         if not flag.written.startswith("-"):
             continue  # a key of an options file: those are too many to be judged
@@ -38,7 +39,8 @@ def names(command: Command, version: Version) -> Iterator[Finding]:
             continue
         instead = known.INSTEAD.get((command.engine, flag.name.partition(".")[0]))
         if found.seen:
-            yield _gone(command, flag, version, found.seen, instead)
+            gone = _gone(command, flag, version, found.seen, instead)
+            yield replace(gone, severity=Severity.WARNING) if is_assumed else gone
         elif (command.engine, flag.name) not in known.INSTEAD:
             yield _unknown(command, flag)
 

@@ -37,6 +37,12 @@ def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
             yield f"{launch.version} can lie on either side of {release}, where {what}; the newer rule is taken"
     if any(launch.card.name.lower().replace(" ", "").startswith(name) for name in _UNIFIED):
         yield "memory is shared with the host: its page cache counts as used, and boots differ by half a GiB and more"
+    positions = launch.config.max_position_embeddings
+    if setup.max_model_len > positions:
+        yield (
+            f"max_model_len {setup.max_model_len:,} is above the {positions:,} positions of config.json: vLLM refuses "
+            "it, unless --hf-overrides scale them or VLLM_ALLOW_LONG_MAX_MODEL_LEN is 1"
+        )
     if pages is None and kept_layers(setup) is None:
         yield "the pages of a compressed cache are not known here: the pool is told, and no tokens"
     if pages is not None and pages.padding_layers:
