@@ -344,6 +344,8 @@ def test_a_terminal_without_unicode_gets_plain_signs() -> None:
         out, err = run.communicate()
     assert (run.returncode, err) == (0, "")
     assert "####" in out
+    assert re.search(r"derived, [\d.]+ - [\d.]+ GiB", out)
+    assert " ? " not in out
 
 
 def test_a_card_may_be_given_the_total_that_its_driver_reports(tonnage: Program) -> None:

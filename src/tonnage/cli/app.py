@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 something failed, 2 the user can mend it (a setting, a fil
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -24,6 +25,8 @@ VERBS = ("plan", "fit", "curve", "buckets", "run", "bench", "soak", "report", "d
 
 TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
 INTERRUPTED, PIPE_CLOSED = 130, 141
+#: What stands for a character that a terminal does not have.
+_PLAINER = {"–": "-", "—": "-", "→": "->", "×": "x", "≤": "<=", "≥": ">=", "…": "..."}
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
@@ -166,9 +169,17 @@ def _pipe_closed() -> int:
 
 
 def _print_anything() -> None:
-    """A terminal that cannot show a character gets a question mark, a closed stream nothing; neither an exception."""
+    """A terminal that cannot show a character gets a plain one, a closed stream nothing; neither an exception."""
+    codecs.register_error("plain", _plain)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """A dash for a dash and an arrow for an arrow: "60.2 ? 61.8 GiB" would be no interval. Else a question mark."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAINER.get(each, "?") for each in error.object[error.start : error.end]), error.end
