@@ -287,3 +287,23 @@ def test_cards_without_a_sourced_total_say_what_to_do(name):
 def test_cards_that_have_no_bfloat16(name, dtype, warned):
     assert bool(dtype_warning(find_card(name), dtype)) == warned
     assert not dtype_warning(generic_card(GiB), dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        *((name, "write --device H100 --tp 8") for name in ("8xH100", "8 x H100", "H100:8", "H100x8", "8*H100")),
+        ("2xRTX 4090", "write --device 'RTX 4090' --tp 2"),
+        ("4xA100", "write --device A100 --tp 4"),
+    ],
+)
+def test_several_cards_are_ranks(name: str, remedy: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        find_card(name)
+    assert caught.value.remedy == remedy
+
+
+@pytest.mark.parametrize("name", ["cuda:0", "8xH900", "x8", "8x"])
+def test_what_is_no_number_of_cards_is_not_read_as_one(name: str) -> None:
+    with pytest.raises(InvalidSetting, match="not in the catalogue"):
+        find_card(name)
