@@ -128,3 +128,16 @@ def test_a_folder_is_told_to_name_its_files(tonnage, tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
     for verb in ("lint", "explain-log"):
         assert "is a folder. To change: name its files: deploy/*" in tonnage(verb, "deploy/").err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bash", "-c", CLEAN), (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "smollm2"),
+        ("CUDA_VISIBLE_DEVICES=0", *CLEAN.split()), ("nohup", *CLEAN.split()), ("tmux", "new", "-d", CLEAN),
+    ],
+)  # fmt: skip
+def test_a_command_may_begin_with_what_starts_it(tonnage, command: tuple[str, ...]) -> None:
+    ended = tonnage("lint", *PLACE, "--", *command)
+    assert (ended.code, ended.err) == (0, "")
+    assert "vLLM 0.19, smollm2" in ended.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
     from tonnage.planner.linting import LintAsked
 
 FORMATS = ("text", "json", "github")
-#: What a launch on the command line begins with, where no file has that name.
-_PROGRAMS = ("vllm", "sglang", "trtllm-serve", "python", "python3", "docker", "podman", "uv", "uvx", "env")
+#: What a launch on the command line begins with.
+_PROGRAMS = (
+    "vllm", "sglang", "trtllm-serve", "python", "python3", "docker", "podman", "nerdctl", "uv", "uvx", "env", "bash", "sh",
+    "zsh", "sudo", "nohup", "exec", "srun", "mpirun", "torchrun", "timeout", "numactl", "tmux", "screen", "ssh", "eval",
+)  # fmt: skip
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 #: Bytes of a file that are read.
 MOST_BYTES = 4_000_000
 
@@ -140,7 +145,7 @@ def _pairs(texts: Several, flag: str, *, alone: bool = False) -> list[tuple[str,
 def _commands(files: Sequence[str], variables: dict[str, str]) -> list[tuple[str, list[Command]]]:
     from tonnage.peers.commands import commands_in
 
-    if files[0].rsplit("/", 1)[-1] in _PROGRAMS and not Path(files[0]).is_file():
+    if _is_command(files):
         import shlex
 
         return [("command", commands_in(shlex.join(files), name="command", variables=variables, folder=Path()))]
@@ -154,6 +159,13 @@ def _commands(files: Sequence[str], variables: dict[str, str]) -> list[tuple[str
             told = fault.what if name in fault.what else f"{name}: {fault.what}"
             raise InputError(told, value=name, remedy=fault.remedy) from None
     return found
+
+
+def _is_command(words: Sequence[str]) -> bool:
+    """Whether the words are a command and no files: a program with its words, or assignments in front of one."""
+    if words[0].rsplit("/", 1)[-1] not in _PROGRAMS and not _ASSIGNS.match(words[0]):
+        return False
+    return len(words) > 1 or not Path(words[0]).is_file()
 
 
 def read_text(name: str) -> tuple[str, Path]:
