@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 FORMATS = ("text", "json", "github")
 #: What a launch on the command line begins with.
 _PROGRAMS = (
-    "vllm", "sglang", "trtllm-serve", "python", "python3", "docker", "podman", "nerdctl", "uv", "uvx", "env", "bash", "sh",
-    "zsh", "sudo", "nohup", "exec", "srun", "mpirun", "torchrun", "timeout", "numactl", "tmux", "screen", "ssh", "eval",
+    "vllm", "sglang", "trtllm-serve", "python", "python3", "docker", "podman", "nerdctl", "uv", "uvx", "env", "bash",
+    "sh", "zsh", "sudo", "nohup", "exec", "srun", "mpirun", "torchrun", "timeout", "numactl", "tmux", "screen", "ssh",
+    "eval",
 )  # fmt: skip
 _ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 #: Bytes of a file that are read.
