@@ -35,7 +35,7 @@ def parse_bytes(text: str | int, *, knob: str, allow_zero: bool = False) -> int:
     """Bytes from ``"4GiB"``, ``"1.5 GB"``, ``"1_000"`` or an ``int``.
 
     Raises ``InvalidSetting`` for anything that is not a size, is negative, is zero (unless ``allow_zero``), is above
-    ``LARGEST``, or does not come to a whole number of bytes.
+    ``LARGEST``, or is not a whole number of bytes where no larger unit is named; with one, a part of a byte is dropped.
     """
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise InvalidSetting(knob, shown(text), "not a size", remedy=_EXAMPLES)
@@ -47,6 +47,10 @@ def parse_bytes(text: str | int, *, knob: str, allow_zero: bool = False) -> int:
             remedy = "use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
             raise InvalidSetting(knob, shown(text), f"{shown(suffix)!r} is not a unit of size", remedy=remedy)
         value = number * _SUFFIXES[suffix.lower()]
+        if suffix.lower() not in ("", "b"):
+            value = Fraction(
+                math.floor(value)
+            )  # "79.11GiB" is as exact as a log prints it: parts of a byte say nothing
         if value.denominator != 1:
             raise InvalidSetting(knob, shown(text), "does not come to a whole number of bytes", remedy=_EXAMPLES)
     _check_range(value, text, knob=knob, allow_zero=allow_zero, remedy=_EXAMPLES)

@@ -131,6 +131,16 @@ BAD = {
     # the program itself
     "paln x": "No such command 'paln'|Did you mean 'plan'?|See tonnage --help",
     f"{PLAN} --memry 80GiB": "No such option '--memry'|Did you mean '--memory'?|See tonnage plan --help",
+    f"{PLAN} --max-model-len 8192": "a flag of vLLM. To change: write --max-seq-len.",
+    f"{PLAN} --tensor-parallel-size 2": "a flag of vLLM, SGLang and TensorRT-LLM. To change: write --tp.",
+    f"{PLAN} --kv-cache-dtype fp8": "To change: write --kv-dtype. See",
+    f"{PLAN} --gpu-memory-utilization 0.9": "To change: write --like vllm:gpu_memory_utilization=VALUE.",
+    f"{PLAN} --enforce-eager": "To change: write --like vllm:enforce_eager.",
+    f"{PLAN} --max-prefill-tokens 5": "with --engine sglang, write --like sglang:max_prefill_tokens=VALUE.",
+    f"{PLAN} --trust-remote-code": "leave it out; tonnage lint reads whole commands",
+    f"fit {LLAMA} --gpu-memory-utilization 0.9": "leave it out; tonnage lint reads whole commands",
+    "lint --max-model-len 8192": "No such option '--max-model-len'",
+    f"{PLAN} --memory 80GiB --dtype fp8": "--dtype = 'fp8'|use one of float32|planned from their own config.json",
     "plan": "Missing argument 'MODEL'|See tonnage plan --help",
     "diff plan.json": "diff compares two files, and one was given|MODEL with two --engine",
     f"{PLAN} --memory": "'--memory' requires an argument|See tonnage",
@@ -334,3 +344,11 @@ def test_a_terminal_without_unicode_gets_plain_signs() -> None:
         out, err = run.communicate()
     assert (run.returncode, err) == (0, "")
     assert "####" in out
+    assert re.search(r"derived, [\d.]+ - [\d.]+ GiB", out)
+    assert " ? " not in out
+
+
+def test_a_card_may_be_given_the_total_that_its_driver_reports(tonnage: Program) -> None:
+    made = json.loads(tonnage("plan", LLAMA, "--device", "H100", "--memory", "79.11GiB", "--json").out)
+    assert made["device_bytes"] == int(79.11 * 2**30)
+    assert "79.11 GiB" in tonnage("plan", LLAMA, "--device", "H100", "--memory", "79.11GiB").out

@@ -105,7 +105,15 @@ def test_plain_letters_where_the_terminal_has_no_blocks() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_pictures_fit_their_terminal(width: int) -> None:
-    assert max(len(row) for row in shown(latent(), width=width).splitlines()) <= width
+    picture = shown(latent(), width=width).partition("Points of the curve")[0]
+    assert max(len(row) for row in picture.splitlines()) <= width
+
+
+def test_no_terminal_is_too_narrow_for_whole_numbers() -> None:
+    def numbers(width: int) -> list[str]:
+        return re.findall(r"\d[\d,.]*", shown(latent(), width=width).partition("Points of the curve")[2])
+
+    assert numbers(40) == numbers(200)
 
 
 def test_the_json_of_growing_scratch() -> None:

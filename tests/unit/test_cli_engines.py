@@ -308,3 +308,20 @@ def test_the_page_shows_what_is_printed(tonnage: Program) -> None:
     told = tonnage("diff", *H100, "--engine", "sglang==0.4.6", "--engine", "sglang==0.5.23").out
     headline = " ".join(told.split("\n\n")[0].split())
     assert headline in " ".join(page.split())
+
+
+def test_a_release_beyond_the_rules_says_whose_rules_are_taken(tonnage: Program) -> None:
+    told = "is newer than 0.5.23, the newest release whose rules are known"
+    assert told in start_of(tonnage, "--engine", "sglang==0.9")["notes"][-1]
+    for known in ("sglang==0.5.23", "sglang==0.5.23.post1", "sglang==0.5.2"):
+        assert not any("is newer than" in note for note in start_of(tonnage, "--engine", known)["notes"])
+    compared = json.loads(tonnage("plan", *H100, "--engine", "sglang==0.9", "--compare", "--json").out)
+    assert any(told in note for note in compared["notes"])
+
+
+def test_sequences_are_counted_alike_for_all_rows(tonnage: Program) -> None:
+    asked = ("--engine", "sglang==0.5.23", "--compare", "--json", "--like", "sglang:context_length=131072")
+    rows = json.loads(tonnage("plan", *H100, *asked).out)["rows"]
+    for row in rows:
+        assert row["concurrency"] == row["tokens"] * 1000 // row["seq_len"]
+    assert rows[-1]["concurrency"] % 1000

@@ -34,6 +34,7 @@ def test_exit_codes(tonnage) -> None:
     assert tonnage("lint", "--strict", *warned[1:]).code == 1
     failing = tonnage("lint", *PLACE, "--", *CLEAN.split(), "--swap-space", "4")
     assert (failing.code, "TN005 error" in failing.out) == (2, True)
+    assert "but for the errors below it starts: " in failing.out
 
 
 def test_several_files_with_their_folders(tonnage, tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_stdin_and_annotations(tonnage, monkeypatch: pytest.MonkeyPatch) -> None
     ("argv", "told"),
     [
         (("lint", "nowhere.sh"), "there is no file nowhere.sh"),
-        (("lint", "."), "cannot be read"),
+        (("lint", "."), "is a folder"),
         (("lint", "--engine", "vllm", "--", "vllm", "serve", "m"), "names no release"),
         (("lint", "--engine", "nim==1.0", "--", "vllm", "serve", "m"), "no rules of an engine 'nim'"),
         (("lint", "--format", "xml", "--", "vllm", "serve", "m"), "no such format"),
@@ -116,3 +117,27 @@ def test_flags_that_the_log_does_not_print(tonnage, tmp_path: Path) -> None:
     rows = [{row["name"]: row for row in each["rows"]} for each in (before, after)]
     assert not rows[0]["activation peak"]["agrees"]
     assert rows[1]["activation peak"]["agrees"]
+
+
+def test_a_file_of_wide_characters_is_read(tonnage, tmp_path: Path) -> None:
+    (tmp_path / "wide.sh").write_text(CLEAN + "\n", encoding="utf-16")
+    assert tonnage("lint", *PLACE, "wide.sh").code == 0
+
+
+def test_a_folder_is_told_to_name_its_files(tonnage, tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    for verb in ("lint", "explain-log"):
+        assert "is a folder. To change: name its files: deploy/*" in tonnage(verb, "deploy/").err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bash", "-c", CLEAN), (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "smollm2"),
+        ("CUDA_VISIBLE_DEVICES=0", *CLEAN.split()), ("nohup", *CLEAN.split()), ("tmux", "new", "-d", CLEAN),
+    ],
+)  # fmt: skip
+def test_a_command_may_begin_with_what_starts_it(tonnage, command: tuple[str, ...]) -> None:
+    ended = tonnage("lint", *PLACE, "--", *command)
+    assert (ended.code, ended.err) == (0, "")
+    assert "vLLM 0.19, smollm2" in ended.out

@@ -11,6 +11,7 @@ import pytest
 
 from tonnage.costs import models
 from tonnage.costs.models import find_config
+from tonnage.costs.shapes import help_text
 from tonnage.errors import ModelConfigError, ModelNotFound
 
 
@@ -99,3 +100,16 @@ def test_the_hub_client_has_it_cached(monkeypatch, tmp_path):
     file.write_text((Path(models.__file__).parent / "data/smollm2-135m-instruct.json").read_text())
     fake_hub(monkeypatch, cached=str(file))
     assert find_config("owner/name").name == "owner/name"
+
+
+@pytest.mark.parametrize("rest", ["", "/", "/tree/main", "/blob/main/config.json"])
+def test_a_page_of_the_hub_names_its_model(rest: str) -> None:
+    assert find_config(f"https://example.com/meta-llama/Llama-3.1-8B{rest}").name == find_config("llama-3.1-8b").name
+
+
+def test_every_name_that_help_lists_is_found() -> None:
+    for row in help_text().splitlines()[2:]:
+        if not row.startswith("  "):
+            break
+        short, hub_id = row.split()[:2]
+        assert find_config(hub_id).num_layers == find_config(short).num_layers

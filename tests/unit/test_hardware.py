@@ -296,3 +296,23 @@ def test_a_name_without_end_is_no_card(name):
         find_card(name)
     assert len(str(caught.value)) < 300
     assert recognise(name, GiB) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        *((name, "write --device H100 --tp 8") for name in ("8xH100", "8 x H100", "H100:8", "H100x8", "8*H100")),
+        ("2xRTX 4090", "write --device 'RTX 4090' --tp 2"),
+        ("4xA100", "write --device A100 --tp 4"),
+    ],
+)
+def test_several_cards_are_ranks(name: str, remedy: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        find_card(name)
+    assert caught.value.remedy == remedy
+
+
+@pytest.mark.parametrize("name", ["cuda:0", "8xH900", "x8", "8x"])
+def test_what_is_no_number_of_cards_is_not_read_as_one(name: str) -> None:
+    with pytest.raises(InvalidSetting, match="not in the catalogue"):
+        find_card(name)

@@ -162,7 +162,7 @@ def test_values_and_variables(model) -> None:
 def test_what_keeps_a_launch_from_being_predicted(model) -> None:
     assert "no such folder" in codes("vllm serve ./nowhere/at/all")["TN008"].what
     assert "nothing names the GPU" in codes("vllm serve m", model("llama-3.1-8b"), card=None)["TN008"].what
-    assert "gives M a value" in codes("vllm serve $M", model("llama-3.1-8b"))["TN008"].what
+    assert "gives M a value" in codes("vllm serve $M")["TN008"].what
     assert "names no model" in codes("vllm serve", model("llama-3.1-8b"))["TN008"].what
 
 
@@ -335,3 +335,46 @@ def test_plain_weights_are_packed_as_they_are_loaded(model) -> None:
     assert plain.start.launch.weights.bytes == pytest.approx(14.96 * GiB, rel=1e-3)
     assert packed.start.launch.weights.bytes == pytest.approx(8.46 * GiB, rel=1e-3)
     assert "TN044" not in {finding.code for finding in packed.findings}
+
+
+def test_flags_that_a_comment_cuts_off_are_an_error(model) -> None:
+    finding = codes("vllm serve m \\\n  # none\n  --max-num-seqs 8\n", model("llama-3.1-8b"))["TN013"]
+    assert "--max-num-seqs" in finding.what
+    assert "TN013" not in codes("vllm serve m \\\n  --max-num-seqs 8\n# none\nls -l", model("llama-3.1-8b"))
+
+
+def test_variables_among_the_flags_are_told(model) -> None:
+    finding = codes("vllm serve m $EXTRA", model("llama-3.1-8b"))["TN006"]
+    assert (finding.what[:6], finding.change) == ("$EXTRA", ("--set EXTRA=VALUE",))
+    assert "TN006" not in codes('vllm serve m "$@"', model("llama-3.1-8b"))
+
+
+def test_one_model_stands_in_where_nothing_gives_the_name(model) -> None:
+    assert linted("vllm serve $HOME/m", model("llama-3.1-8b"))[0].start is not None
+    assert codes("vllm serve $HOME/m")["TN008"].change == ("add --set HOME=VALUE, or --model MODEL",)
+    assert codes("vllm serve $(ls | head -1)")["TN008"].change == ("add --model MODEL",)
+
+
+def test_a_release_beyond_the_rules_is_told(model) -> None:
+    run = "docker run --gpus 1 --ipc host vllm/vllm-openai:v{} --model m"
+    assert "newer than" in codes(run.format("7.1.0"), model("llama-3.1-8b"))["TN007"].what
+    assert "TN007" not in codes(run.format("0.19.0"), model("llama-3.1-8b"))
+
+
+@pytest.mark.parametrize("text", ["90%", "9/10", "90", "0", "nan", "-1"])
+def test_a_share_is_read_as_its_engine_reads_it(model, text: str) -> None:
+    finding = codes(f"vllm serve m --gpu-memory-utilization {text}", model("llama-3.1-8b"))["TN003"]
+    assert "%" not in finding.change[0]
+    assert "TN003" not in codes("vllm serve m --gpu-memory-utilization 9e-1", model("llama-3.1-8b"))
+
+
+def test_ranks_on_other_hosts_are_no_error(model) -> None:
+    path = model("llama-3.1-70b")
+    assert "TN032" in codes("vllm serve m -tp 8", path, num_gpus=4)
+    assert "TN032" not in codes("vllm serve m -tp 8 --distributed-executor-backend ray", path, num_gpus=4)
+
+
+def test_a_flag_that_is_gone_is_a_warning_where_the_release_is_a_guess() -> None:
+    asked = LintAsked(engine=None, card=H100, models={})
+    (found,) = lint(commands_in("vllm serve m --swap-space 4"), file="a.sh", asked=asked)
+    assert {each.code: each.severity for each in found.findings}["TN005"] is Severity.WARNING

@@ -411,6 +411,7 @@ def test_garbage_is_read_or_refused_in_words(text: str, name: str) -> None:
 #: Texts of a few hundred bytes, or of half a megabyte, that would take gigabytes or minutes if they were followed.
 _VAST = {
     "a value that doubles": ("A=aaaaaaaaaa\n" + "A=$A$A\n" * 40 + "vllm serve m", "a.sh"),
+    "an array that doubles": ("A=(a b)\n" + 'A+=("${A[@]}")\n' * 40 + "vllm serve m", "a.sh"),
     "one value many times": ("A=" + "a" * 19_000 + "\nvllm serve m " + "$A " * 20_000, "a.sh"),
     "one variable of a pod": (
         "kind: Pod\napiVersion: v1\nspec:\n  containers:\n  - image: vllm/vllm-openai\n    env: [{name: A, value: "
@@ -446,3 +447,98 @@ def test_a_document_inside_of_a_document_begins_none() -> None:
     script = "cat > a.yaml <<A\ncat > b.yaml <<B\nmax-num-seqs: 3\nB\nA\nvllm serve m --config b.yaml\n"
     assert one(script).files == ()
     assert one(script.replace("cat > b.yaml <<B\n", "").replace("B\n", "").replace("b.y", "a.y")).files == ("a.yaml",)
+
+
+#: script -> the flags of its only launch, as a shell would hand them over
+SHELL_WORDS: list[tuple[str, list[tuple[str, str | None]]]] = [
+    ('A="--tp 2 --pp 3"\nvllm serve m $A', [("tensor_parallel_size", "2"), ("pipeline_parallel_size", "3")]),
+    ('A="--tp 2"\nB="$A --pp 3"\nvllm serve m $B', [("tensor_parallel_size", "2"), ("pipeline_parallel_size", "3")]),
+    ('S="a b"\nvllm serve m --served-model-name "$S"', [("served_model_name", "a b")]),
+    ("E=\nvllm serve m $E --tp 2", [("tensor_parallel_size", "2")]),
+    ("A=(m --tp 2\n  # none\n  --pp 3\n)\nA+=(--seed 1)\nvllm serve \"${A[@]}\"",
+     [("tensor_parallel_size", "2"), ("pipeline_parallel_size", "3"), ("seed", "1")]),
+    ('CMD="vllm serve m"\nCMD="$CMD --tp 2"\neval $CMD', [("tensor_parallel_size", "2")]),
+    ('CMD="vllm serve m --tp 2"\n$CMD', [("tensor_parallel_size", "2")]),
+    ("""eval "vllm serve m --tp '2'" """, [("tensor_parallel_size", "2")]),
+    ('tmux new-session -d -s x "vllm serve m --tp 2"', [("tensor_parallel_size", "2")]),
+    ("ssh host 'cd /x && vllm serve m --tp 2'", [("tensor_parallel_size", "2")]),
+    (': "${TP:=2}"\nvllm serve m --tp $TP', [("tensor_parallel_size", "2")]),
+    ("vllm serve m --tp ${3:-2}", [("tensor_parallel_size", "2")]),
+    ("X=1 \\\n#Y=2 \\\nvllm serve m --tp 2", [("tensor_parallel_size", "2")]),
+    ("vllm serve m --t\\\np 2", [("tensor_parallel_size", "2")]),
+    ('vllm serve m --seed "1\\\n2"', [("seed", "12")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "flags"), SHELL_WORDS)
+def test_words_are_those_that_a_shell_hands_over(script: str, flags: list[tuple[str, str | None]]) -> None:
+    found = one(script)
+    assert [(flag.name, flag.text) for flag in found.flags] == flags
+    assert (found.model, found.open_words, found.lost) == ("m", (), ())
+
+
+def test_what_a_shell_would_print_is_no_launch() -> None:
+    with pytest.raises(InputError, match="starts no engine"):
+        commands_in('echo "now: vllm serve m"')
+
+
+@pytest.mark.parametrize("end", ["# --seed 1 \\\n", "# why\n", "--seed 1 \\ \n"])
+def test_flags_behind_the_end_of_a_command_are_lost(end: str) -> None:
+    found = one(f"vllm serve m \\\n  --tp 2 \\\n  {end}  --pp 3 --enforce-eager\nls -l")
+    assert found.lost == ("--pp", "--enforce-eager")
+    assert found.flag("pipeline_parallel_size") is None
+
+
+def test_words_that_nothing_gives_are_kept_apart() -> None:
+    assert [word.unknown for word in one("vllm serve m $EXTRA --tp 2 $(cat f)").open_words] == [("EXTRA",), ("$(...)",)]
+    assert one("vllm serve $MODEL $EXTRA").unknown == ("MODEL",)
+
+
+def test_powershell_continues_with_a_backtick() -> None:
+    assert one("vllm serve m `\r\n  --tp 2", name="run.ps1").text("tensor_parallel_size") == "2"
+
+
+LEADER = """
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+metadata: {name: big}
+spec:
+  leaderWorkerTemplate:
+    size: 2
+    leaderTemplate:
+      spec:
+        containers:
+        - image: vllm/vllm-openai:v0.8.5
+          command: [sh, -c, "start-ray leader; python3 -m vllm.entrypoints.openai.api_server --model m -tp 8 -pp 2"]
+          resources: {limits: {nvidia.com/gpu: "8"}}
+"""
+
+
+def test_the_hosts_of_a_group_are_counted_together() -> None:
+    assert one(LEADER, name="a.yaml").place.num_gpus == 16
+    for size in ("1", "none", "true", "-3"):
+        assert one(LEADER.replace("size: 2", f"size: {size}"), name="a.yaml").place.num_gpus == 8
+
+
+RUNTIME = """
+apiVersion: serving.kserve.io/v1alpha1
+kind: ServingRuntime
+metadata: {{name: r}}
+spec:
+  containers:
+  - image: {image}
+    args: {args}
+"""
+
+
+def test_images_that_others_built_are_vllm_where_they_are_given_a_model() -> None:
+    for image in ("quay.io/org/tgis-vllm:2", "registry/odh-vllm-cuda-rhel9@sha256:12", "org/vllm_openai:1"):
+        found = one(RUNTIME.format(image=image, args="[--model=/mnt/models, --max-num-seqs=512]"), name="a.yaml")
+        assert (found.engine, found.version, found.text("max_num_seqs")) == ("vllm", None, "512")
+    for image, args in (
+        ("org/vllm-router:1", "[--port=1]"),
+        ("org/svllm:1", "[--model=m]"),
+        ("org/tgis:1", "[--model=m]"),
+    ):
+        with pytest.raises(InputError):
+            commands_in(RUNTIME.format(image=image, args=args), name="a.yaml")

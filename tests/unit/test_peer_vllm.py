@@ -358,3 +358,9 @@ def test_sizes_of_graphs_that_are_none_are_refused_in_words(asked):
 def test_no_sizes_are_no_graphs(asked):
     assert predict(launch(**asked)).term("graphs").bytes.bytes == 0
     assert predict(launch()).term("graphs").bytes.bytes > 0
+
+
+def test_a_length_beyond_the_models_own_is_told() -> None:
+    positions = launch().config.max_position_embeddings
+    assert any(f"above the {positions:,} positions" in note for note in predict(launch(max_model_len=10**7)).notes)
+    assert not any("positions of config.json" in note for note in predict(launch(max_model_len=positions)).notes)

@@ -15,7 +15,7 @@ from rich.console import Console
 from tonnage.config import Knobs, LimitKnobs, Origin, Setting
 from tonnage.report import PlanFile, RunFile, diff_files, diff_text
 from tonnage.report.diff_table import show_diff
-from tonnage.report.draw import console_for, share, slice_bar, spread
+from tonnage.report.draw import console_for, grid, share, show, slice_bar, spread
 from tonnage.report.run_table import planned_own_bytes, show_run
 from tonnage.report.table import show_plan
 from tonnage.terms import HostPlan, How, KVPool, LineKind, MemoryPlan, Rank, Source
@@ -331,3 +331,32 @@ def test_a_child_does_not_add_to_the_bar() -> None:
 def test_settings_that_came_from_a_fraction_are_told_as_typed() -> None:
     plan = make_plan(knobs=Knobs(kv_fraction=Setting(Fraction(1, 3), "1/3", Origin.FILE, "knobs.json")))
     assert "kv_fraction 1/3 (knobs.json)" in drawn(show_plan, plan)
+
+
+def test_a_reader_that_went_away_is_for_the_program_to_end() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        console_for(Closed()).print("a")
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 100), ("-5", 100), ("x", 100), ("", 100), ("1", 20), ("57", 57)])
+def test_a_width_that_is_none_is_not_taken(monkeypatch: pytest.MonkeyPatch, columns: str, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert console_for(io.StringIO()).width == width
+
+
+@pytest.mark.parametrize("width", [20, 40, 100])
+def test_a_table_is_never_cut(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    show(
+        [grid(["name", "tokens>", "what for"], [("a long name of a term", "450,032", "many words that may wrap")])],
+        console,
+    )
+    assert isinstance(console.file, io.StringIO)
+    told = console.file.getvalue()
+    assert "a long name of a term" in told
+    assert "450,032" in told
+    assert console.width == width

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from shapes import raw_config, starts
 
 from tonnage.errors import InputError, UserError
-from tonnage.hardware import find_card
+from tonnage.hardware import Card, find_card
 from tonnage.peers.commands.invocation import command_of
 from tonnage.peers.commands.shell import Word
 from tonnage.peers.corrections import Correction, corrected, dumps, load_corrections, parse, save_correction
 from tonnage.peers.logs import Log, read_log
 from tonnage.peers.logs.consistency import consistency, settings_in_log
-from tonnage.peers.logs.explanation import Explanation
+from tonnage.peers.logs.explanation import Ended, Explanation
 from tonnage.peers.logs.failures import KINDS
 from tonnage.peers.version import Version
 from tonnage.peers.vllm import start as vllm_start
@@ -456,3 +456,47 @@ def test_with_vllms_own_rules_a_correction_gives_the_logged_pool(tmp_path: Path)
         assert abs(moved.pool.bytes - logged) < GiB // 10, row["id"]
         assert abs(moved.pool.bytes - logged) <= abs(found.start.pool.bytes - logged) + GiB // 50, row["id"]
         assert sum(term.bytes.bytes for term in moved.terms) == sum(term.bytes.bytes for term in found.start.terms)
+
+
+def test_the_first_cores_line_of_settings_is_read() -> None:
+    line = "INFO llm_engine.py:70] Initializing an LLM engine with config: model='org/m', max_seq_len=4096, seed=0)"
+    log = read_log(line)
+    assert (log.model, {flag.name: flag.text for flag in log.flags}["max_model_len"]) == ("org/m", "4096")
+
+
+def ended_by(fake: str, line: str, *, card: Card | None = H100, settings: str = "") -> tuple[Explanation, Ended]:
+    text = f"INFO vLLM API server version 0.19.0\nINFO non-default args: {{'model': 'm'{settings}}}\nERROR {line}\n"
+    found = explain_log(read_log(text), name="a.log", text=text, asked=ExplainAsked(card=card, model=fake))
+    return found, found.ended[0]
+
+
+def test_a_pool_that_was_too_small_is_never_told_to_ask_for_less(fake: str) -> None:
+    _, ended = ended_by(
+        fake, "ValueError: No available memory for the cache blocks.", settings=", 'max_model_len': 8192"
+    )
+    assert "by the rules alone it starts" in ended.means
+    shares = [float(text.split()[1]) for text in ended.change if text.startswith("--gpu-memory-utilization")]
+    assert shares
+    assert min(shares) > 0.9
+    assert not any(text.startswith("--max-model-len") and int(text.split()[1]) >= 8192 for text in ended.change)
+    full = "The model's max seq len (8192) is larger than the maximum number of tokens that can be stored in KV cache (5000)"
+    _, ended = ended_by(fake, full, settings=", 'max_model_len': 8192")
+    assert [text for text in ended.change if text.startswith("--max-model-len")] == [
+        "--max-model-len 5000 (what the log's own pool holds)"
+    ]
+
+
+def test_what_was_free_is_the_share_to_ask_for(fake: str) -> None:
+    line = "ValueError: Free memory on device ({}/79.19 GiB) on startup is less than desired GPU memory utilization (0.9, 71.27 GiB)"
+    settings = ", 'max_model_len': 8192"
+    found, ended = ended_by(fake, line.format("60.00"), card=None, settings=settings)
+    assert found.start is not None
+    assert found.start.launch.card.total_bytes == round(Fraction("79.19") * GiB)
+    assert ended.change[0] == "--gpu-memory-utilization 0.75 (what was free)"
+    assert len(ended_by(fake, line.format("2.00"), settings=settings)[1].change) == 1
+
+
+def test_a_difference_next_to_nothing_is_not_named_for_a_large_one(fake: str) -> None:
+    found = explained(fake, peak="4.89", other="0.01", pool="31.42")
+    assert found.worst is not None
+    assert found.worst.name == "kv cache"

@@ -211,3 +211,16 @@ def test_a_number_without_end_is_none(text):
 def test_a_number_is_exact():
     assert exact("1e-3") == Fraction(1, 1000)
     assert exact("9/10") == Fraction(9, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("79.11GiB", 84943715696), ("0.3KiB", 307), ("1.0000001GB", 1000000100)]
+)
+def test_a_size_is_as_exact_as_it_was_printed(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text, knob="x") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["0.3", "1.5B", "0.0001KiB"])
+def test_no_size_is_a_part_of_a_byte(text: str) -> None:
+    with pytest.raises(InvalidSetting):
+        parse_bytes(text, knob="x")

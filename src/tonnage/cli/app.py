@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 something failed, 2 the user can mend it (a setting, a fil
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -24,6 +25,8 @@ VERBS = ("plan", "fit", "curve", "buckets", "run", "bench", "soak", "report", "d
 
 TRACEBACK_VARIABLE = "TONNAGE_TRACEBACK"
 INTERRUPTED, PIPE_CLOSED = 130, 141
+#: What stands for a character that a terminal does not have.
+_PLAINER = {"–": "-", "—": "-", "→": "->", "×": "x", "≤": "<=", "≥": ">=", "…": "..."}
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
@@ -112,7 +115,7 @@ def explain(error: Exception) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, click.UsageError):
         verb = error.ctx.command_path if error.ctx else "tonnage"
-        told = error.format_message()
+        told = _habit(error) or error.format_message()
         return f"{told if told.endswith(('.', '?')) else told + '.'} See {verb} --help.", error.exit_code
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
@@ -124,6 +127,18 @@ def explain(error: Exception) -> tuple[str, int]:
         f"Set {TRACEBACK_VARIABLE}=1 to see where, and please report it.",
         1,
     )
+
+
+def _habit(error: click.UsageError) -> str | None:
+    """What to write for a flag of another engine; None for any other mistake."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return None
+    own = {name for parameter in error.ctx.command.params for name in parameter.opts}
+    if "--max-seq-len" not in own:
+        return None  # it plans nothing
+    from tonnage.cli.other_flags import told_of
+
+    return told_of(error.option_name, own)
 
 
 def tell(text: str) -> None:
@@ -154,9 +169,17 @@ def _pipe_closed() -> int:
 
 
 def _print_anything() -> None:
-    """A terminal that cannot show a character gets a question mark, a closed stream nothing; neither an exception."""
+    """A terminal that cannot show a character gets a plain one, a closed stream nothing; neither an exception."""
+    codecs.register_error("plain", _plain)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """A dash for a dash and an arrow for an arrow: "60.2 ? 61.8 GiB" would be no interval. Else a question mark."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAINER.get(each, "?") for each in error.object[error.start : error.end]), error.end

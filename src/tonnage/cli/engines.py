@@ -205,7 +205,8 @@ def _start(asked: Asked, place: Place, settings: Mapping[str, Value]) -> Start:
     # A stage that fails ends the start, however much it would hold.
     found = min(stages, key=lambda start: (start.starts is not False, start.tokens.best if start.tokens else 0))
     warning = dtype_warning(place.card, found.launch.dtype or place.config.dtype)
-    return replace(found, notes=(*found.notes, warning)) if warning else found
+    beyond = beyond_note(asked)
+    return replace(found, notes=(*found.notes, *(each for each in (warning, beyond) if each)))
 
 
 def show_engines(
@@ -240,6 +241,16 @@ def newest_note(asked: Asked) -> str:
     return f"none was named: {asked.known.newest} is the newest whose rules are known; write {asked.name}==VERSION"
 
 
+def beyond_note(asked: Asked) -> str:
+    """That a release is newer than the rules; empty where it is not."""
+    if not asked.is_beyond:
+        return ""
+    return (
+        f"{asked.told} is newer than {asked.known.newest}, the newest release whose rules are known: those of "
+        f"{asked.known.newest} are taken"
+    )
+
+
 def _show_comparison(
     asked: Sequence[Asked],
     starts: Sequence[Start],
@@ -258,6 +269,7 @@ def _show_comparison(
     launch = starts[0].launch
     if newest := [each.told for each in asked if each.is_newest]:
         notes = (*notes, f"Releases that were not named are the newest whose rules are known: {', '.join(newest)}.")
+    notes = (*notes, *(f"{note}." for each in asked if (note := beyond_note(each))))
     made = Comparison(
         model=launch.config.name, device=launch.card.name, device_bytes=launch.card.total_bytes,
         starts=tuple((each.told, start) for each, start in zip(asked, starts, strict=True)), plan=own, refused=refused,

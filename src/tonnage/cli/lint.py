@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +22,13 @@ if TYPE_CHECKING:
     from tonnage.planner.linting import LintAsked
 
 FORMATS = ("text", "json", "github")
-#: What a launch on the command line begins with, where no file has that name.
-_PROGRAMS = ("vllm", "sglang", "trtllm-serve", "python", "python3", "docker", "podman", "uv", "uvx", "env")
+#: What a launch on the command line begins with.
+_PROGRAMS = (
+    "vllm", "sglang", "trtllm-serve", "python", "python3", "docker", "podman", "nerdctl", "uv", "uvx", "env", "bash",
+    "sh", "zsh", "sudo", "nohup", "exec", "srun", "mpirun", "torchrun", "timeout", "numactl", "tmux", "screen", "ssh",
+    "eval",
+)  # fmt: skip
+_ASSIGNS = re.compile(r"[A-Za-z_]\w*=")
 #: Bytes of a file that are read.
 MOST_BYTES = 4_000_000
 
@@ -36,7 +43,9 @@ def lint(
     memory: opt.Memory = None,
     model: Annotated[
         Several,
-        typer.Option("--model", metavar="[NAME=]FOLDER", help="Where a model's config.json is; may be repeated."),
+        typer.Option(
+            "--model", metavar="[NAME=]MODEL", help="A folder, config.json or built-in shape for it; may be repeated."
+        ),
     ] = None,
     num_gpus: Annotated[Text, opt.option("--num-gpus", "N", "GPUs of each launch, where nothing says.")] = None,
     users: Annotated[Text, opt.option("--users", "N", "Sequences of full length that are to fit at once.")] = None,
@@ -137,7 +146,7 @@ def _pairs(texts: Several, flag: str, *, alone: bool = False) -> list[tuple[str,
 def _commands(files: Sequence[str], variables: dict[str, str]) -> list[tuple[str, list[Command]]]:
     from tonnage.peers.commands import commands_in
 
-    if files[0].rsplit("/", 1)[-1] in _PROGRAMS and not Path(files[0]).is_file():
+    if _is_command(files):
         import shlex
 
         return [("command", commands_in(shlex.join(files), name="command", variables=variables, folder=Path()))]
@@ -153,6 +162,13 @@ def _commands(files: Sequence[str], variables: dict[str, str]) -> list[tuple[str
     return found
 
 
+def _is_command(words: Sequence[str]) -> bool:
+    """Whether the words are a command and no files: a program with its words, or assignments in front of one."""
+    if words[0].rsplit("/", 1)[-1] not in _PROGRAMS and not _ASSIGNS.match(words[0]):
+        return False
+    return len(words) > 1 or not Path(words[0]).is_file()
+
+
 def read_text(name: str) -> tuple[str, Path]:
     """The text of a file, or of stdin for ``-``, and the folder that it lies in. Raises ``InputError``."""
     if name == "-":
@@ -164,12 +180,17 @@ def read_text(name: str) -> tuple[str, Path]:
                 raw, folder = file.read(MOST_BYTES + 1), path.parent
         except FileNotFoundError:
             raise InputError(f"there is no file {name}", value=name, remedy="check the path") from None
+        except IsADirectoryError:
+            raise InputError(
+                f"{name} is a folder", value=name, remedy=f"name its files: {name.rstrip('/')}/*"
+            ) from None
         except (OSError, ValueError) as fault:
             why = getattr(fault, "strerror", None) or str(fault)
             raise InputError(f"{name} cannot be read: {why}", value=name) from None
     if len(raw) > MOST_BYTES:
         raise InputError(f"{name} is larger than {MOST_BYTES:,} bytes", value=name)
-    return raw.decode("utf-8-sig", errors="replace"), folder
+    is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell redirects
+    return raw.decode("utf-16" if is_wide else "utf-8-sig", errors="replace"), folder
 
 
 def _dotenv(folder: Path) -> dict[str, str]:

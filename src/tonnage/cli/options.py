@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import typer
 
 from tonnage.config import Knobs, LimitKnobs, Setting, parse_admission
+from tonnage.errors import InvalidSetting
 from tonnage.units import parse_bytes, parse_count, parse_fraction
 
 T = TypeVar("T")
@@ -140,7 +141,13 @@ class PoolOptions:
         """The one name of a weight dtype. Raises ``InvalidSetting``."""
         from tonnage.costs.dtypes import WEIGHT_DTYPES, parse_dtype
 
-        return None if self.dtype is None else parse_dtype(self.dtype, knob="--dtype", allowed=WEIGHT_DTYPES)
+        if self.dtype is None:
+            return None
+        try:
+            return parse_dtype(self.dtype, knob="--dtype", allowed=WEIGHT_DTYPES)
+        except InvalidSetting as fault:
+            stored = f"{fault.remedy}; weights that are stored in fewer bits are planned from their own config.json"
+            raise InvalidSetting("--dtype", self.dtype, "not a dtype of plain weights", remedy=stored) from None
 
 
 def _list_peer_knobs(asked: list[str] | None) -> list[str] | None:

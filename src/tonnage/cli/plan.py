@@ -13,6 +13,7 @@ from tonnage.cli.engines import EngineStarts
 from tonnage.cli.groups import grouped
 from tonnage.cli.planning import FeatureOptions, Planning, PolicyOptions, RankOptions
 from tonnage.errors import UserError
+from tonnage.units import MiB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -227,6 +228,10 @@ def check_stages(ranks: RankOptions) -> None:
         )
 
 
+#: A total may be this far from what such cards report: logs print hundredths of a GiB.
+_ROUNDED_BYTES = 8 * MiB
+
+
 def card_of(device: str | None, memory: str | None, *, verb: str) -> Card:
     """The device that the two flags name. Raises ``UserError`` for neither, or for both where they contradict."""
     from tonnage.hardware import card_for, find_card, is_host
@@ -239,10 +244,12 @@ def card_of(device: str | None, memory: str | None, *, verb: str) -> Card:
             remedy="add --device H100, or --memory 80GiB for a device of that size",
         )
     if device is not None and num_bytes is not None and not is_host(device):
-        find_card(device)  # a name that is not known is told first: no part can be taken of such a card
+        card = find_card(device)  # a name that is not known is told first: no part can be taken of such a card
+        if card.total.low - _ROUNDED_BYTES <= num_bytes <= card.total.high + _ROUNDED_BYTES:
+            return card.with_total(num_bytes)  # as the driver of this very card reports it
         raise UserError(
             f"--device {device} and --memory {memory} both say how large the device is",
-            need="one of them",
+            need="one of them, or a total that such cards report",
             remedy=f"to take part of a card: --device {device} --total-bytes {memory}",
         )
     return card_for(device, num_bytes)

@@ -15,8 +15,11 @@ from tonnage.errors import ModelNotFound
 
 #: The model whose whole config.json comes with the package: alias -> (file under costs/data, name shown).
 EMBEDDED = {"smollm2": ("smollm2-135m-instruct.json", "SmolLM2-135M-Instruct")}
+_EMBEDDED_IDS = {"huggingfacetb/smollm2-135m-instruct": "smollm2"}
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+#: A model's page, as it is copied from a browser: the id is in it.
+_HUB_PAGE = re.compile(r"https?://[\w.-]+/([A-Za-z0-9][\w.-]*/[\w.-]+)/?(?:(?:tree|blob|resolve)/\S*)?")
 _HUB_ID_LENGTH = 96  # the hub's own limit
 _HUB_SECONDS = 5
 _REMEDY = "check the name, or download the model where there is a network and give its folder"
@@ -33,8 +36,11 @@ def find_config(model: str | os.PathLike[str]) -> ModelConfig:
     path, is_folder = _path(text)
     if path is not None:
         return ModelConfig.read(path)
-    if text.lower() in EMBEDDED:
-        return embedded_config(text.lower())
+    if page := _HUB_PAGE.fullmatch(text.strip()):
+        text = page[1]
+    alias = _EMBEDDED_IDS.get(text.lower(), text.lower())
+    if alias in EMBEDDED:
+        return embedded_config(alias)
     if not is_folder and (shape := find_shape(text)) is not None:
         return shape.read()
     if not text.strip():

@@ -23,6 +23,10 @@ WITHOUT_TOTAL = {
 _LONGEST_NAME = 100
 #: How alike a name must be to be suggested: one slip of the finger in a short name, and not another maker's card.
 ALIKE = 0.7
+#: Several cards in one name: "8xH100", "8 x H100", "H100:8", "H100x8".
+_SEVERAL = re.compile(
+    r"(?P<before>\d{1,3}) ?[x*] ?(?P<last>[a-z].*)|(?P<first>[a-z].*?) ?[x*:] ?(?P<behind>\d{1,3})", re.IGNORECASE
+)
 _WSL = re.compile(r"[\s(+-]*(?:under\s+)?wsl2?\)?$", re.IGNORECASE)
 
 
@@ -44,9 +48,15 @@ def find_card(name: str) -> Card:
     if wanted in WITHOUT_TOTAL:
         raise InvalidSetting(
             "device", name,
-            f"a {WITHOUT_TOTAL[wanted]} is not in the catalogue, for no log at hand says what its driver reports",
+            f"the {WITHOUT_TOTAL[wanted]} is not in the catalogue, for no log at hand says what its driver reports",
             remedy="give the total that nvidia-smi or a start-up log shows, alone, such as --memory 45GiB",
         )  # fmt: skip
+    if (several := _SEVERAL.fullmatch(name.strip())) is not None:
+        number, one = several["before"] or several["behind"], several["last"] or several["first"]
+        if _plain(one) in spellings or _plain(one) in AMBIGUOUS:
+            quoted = f"'{one}'" if " " in one else one
+            raise InvalidSetting("device", name, f"{number} cards, where a device is one",
+                                 remedy=f"write --device {quoted} --tp {number}")  # fmt: skip
     raise _unknown(name, wanted, spellings)
 
 

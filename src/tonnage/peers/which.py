@@ -40,6 +40,11 @@ class Asked:
         """``vLLM 0.19``"""
         return f"{self.known.title} {self.version}"
 
+    @property
+    def is_beyond(self) -> bool:
+        """Whether the release is newer than any whose rules are known."""
+        return is_beyond(self.known, self.version)
+
 
 KNOWN = (
     Known(name=VLLM.name, title=VLLM.title, aliases=VLLM.aliases, newest=VLLM.version),
@@ -81,6 +86,12 @@ def find_known(name: str, *, typed: str) -> Known:
 def newest_of(known: Known) -> Version:
     """The newest release whose rules are known."""
     return version_of(known, known.newest)
+
+
+def is_beyond(known: Known, version: Version) -> bool:
+    """Whether ``version`` is surely newer than any whose rules are known."""
+    newest = newest_of(known)
+    return version.first is not None and newest.last is not None and version.first > newest.last
 
 
 def version_of(known: Known, text: str, *, flag: str = FLAG) -> Version:

@@ -12,7 +12,9 @@ from tonnage.peers.commands.command import Flag
 from tonnage.peers.logs import Log
 from tonnage.peers.logs.explanation import Explanation, explain
 from tonnage.peers.version import Version
+from tonnage.peers.which import find_known
 from tonnage.planner.linting import LintAsked, case_of, version_of
+from tonnage.units import GiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +64,27 @@ def _version(command: Command, asked: ExplainAsked) -> Version:
         raise UserError(
             "the log does not say which release it is",
             need="the banner with the version, or --engine",
-            remedy=f"add --engine {command.engine}=={version}",
+            remedy=f"add --engine {command.engine}==VERSION, such as {find_known(command.engine, typed='').newest}",
         )
     return version
 
 
+_TOTAL = "total_gpu_memory"
+#: Messages of failures print the total in hundredths of a GiB.
+_ROUNDING = GiB // 200
+
+
 def _card(log: Log) -> Card:
     """The card whose total the log tells; where several are of that size, a card of the size and nothing else."""
-    total = log.figure("total_gpu_memory")
+    figure = log.figure("total_gpu_memory")
+    failed = next((each.numbers[_TOTAL] for each in log.failures if _TOTAL in each.numbers), None)
+    total = failed if figure is None else figure.value
     if total is None:
         raise UserError("the log does not say how large the device is", remedy="add --device NAME")
+    rounding = _ROUNDING if figure is None else figure.rounding
     fitting = [
         card
         for card in CARDS
-        if card.kind == "cuda" and card.total.low - total.rounding <= total.value <= card.total.high + total.rounding
+        if card.kind == "cuda" and card.total.low - rounding <= total <= card.total.high + rounding
     ]
-    return fitting[0].with_total(total.value) if len(fitting) == 1 else generic_card(total.value)
+    return fitting[0].with_total(total) if len(fitting) == 1 else generic_card(total)

@@ -76,11 +76,14 @@ def _with(linted: Linted, findings: Sequence[Finding]) -> Linted:
 def _lint(command: Command, *, file: str, asked: LintAsked) -> tuple[Linted, Case | None]:
     version, is_assumed = version_of(command, asked.engine)
     settings, wrong = settings_of(command)
-    findings = [*flagged.values(wrong), *flagged.names(command, version), *flagged.variables(command)]
+    names = flagged.names(command, version, is_assumed=is_assumed)
+    findings = [*flagged.values(wrong), *names, *flagged.variables(command)]
+    findings += flagged.behind(command)
     findings += [*flagged.release(command, version, is_assumed=is_assumed), *flagged.options_file(command)]
     parallel = parallel_of(command.engine, settings)
     num_gpus = sharing.num_gpus_of(command)
     is_spread = any(name in settings for name in ("nnodes", "data_parallel_size_local"))
+    is_spread = is_spread or command.text("distributed_executor_backend") == "ray"  # it finds GPUs of other hosts
     findings += layout.gpus(
         command, parallel, num_gpus=asked.num_gpus if num_gpus is None else num_gpus, is_spread=is_spread
     )
@@ -159,15 +162,11 @@ def case_of(
     command: Command, settings: Mapping[str, object], *, version: Version, card: Card, asked: LintAsked
 ) -> Case:
     """The launch, ready to be predicted. Raises ``UserError`` for a model that is not at hand."""
-    if command.model is None or command.unknown:
-        names = ", ".join(command.unknown)
-        told = f"the model is {command.model}, and nothing here gives {names} a value" if names else "it names no model"
-        raise UserError(told, remedy=f"add --set {command.unknown[0]}=VALUE" if names else "add --model FOLDER")
-    path = asked.models.get(command.model, asked.models.get("", command.model))
+    path = _path_of(command, asked)
     try:
         config = find_config(path)
     except (ModelNotFound, ModelConfigError) as fault:
-        raise UserError(fault.what, remedy=f"give its shape: --model {command.model}=FOLDER") from None
+        raise UserError(fault.what, remedy=f"give its shape: --model {command.model}=MODEL") from None
     corrections = tuple(asked.corrections)
     loaded = as_loaded(config, settings.get(QUANTIZATION)) or config
     drafts = drafts_inside(command.engine, settings)
@@ -181,6 +180,22 @@ def case_of(
         settings=settings,
         in_use_bytes=asked.in_use_bytes,
         correct=(lambda start: corrected(start, corrections)) if corrections else (lambda start: start),
+    )
+
+
+def _path_of(command: Command, asked: LintAsked) -> str:
+    """Where the model's shape is. Raises ``UserError`` where the command does not say, and neither did the user."""
+    stands_in = asked.models.get("")
+    if command.model is not None and not command.unknown:
+        return asked.models.get(command.model, stands_in or command.model)
+    if command.model is None:
+        raise UserError("it names no model", remedy="name it in the command")
+    if stands_in is not None:
+        return stands_in
+    names = [name for name in command.unknown if name.isidentifier()]
+    raise UserError(
+        f"the model is {' '.join(command.model.split())}, and nothing here gives {', '.join(command.unknown)} a value",
+        remedy=f"add --set {names[0]}=VALUE, or --model MODEL" if names else "add --model MODEL",
     )
 
 

@@ -32,12 +32,25 @@ COLOURS = {
 }
 
 
+#: Cells of the narrowest terminal that is written for, and of a column that wraps.
+_LEAST_WIDTH, _LEAST_WORDS = 20, 12
+
+
 def console_for(stream: IO[str]) -> Console:
     """A console that adapts to its terminal, and writes plain text of a fixed width into a pipe."""
     from rich.console import Console
 
-    sized = stream.isatty() or "COLUMNS" in os.environ
-    return Console(file=stream, width=None if sized else PIPED_WIDTH, highlight=False, markup=False, emoji=False)
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            """Rich would end the process with 1; the program's own end knows what to do."""
+            raise BrokenPipeError
+
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and len(asked) < 6 and int(asked) > 0:
+        width: int | None = max(int(asked), _LEAST_WIDTH)
+    else:
+        width = None if stream.isatty() and not asked else PIPED_WIDTH
+    return Piped(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def show(parts: Iterable[RenderableType], console: Console) -> None:
@@ -45,7 +58,31 @@ def show(parts: Iterable[RenderableType], console: Console) -> None:
     for place, part in enumerate(parts):
         if place:
             console.print()
-        console.print(part, crop=False)  # a command line that is cut could not be pasted
+        _print_whole(part, console)
+
+
+def _print_whole(part: RenderableType, console: Console) -> None:
+    """Print a part without cutting it: a command line that is cut could not be pasted, and "450,032" that is cut to
+    "4" is another number. A terminal that is too narrow for a table wraps its rows itself."""
+    from rich.table import Table
+
+    width = console.width
+    if isinstance(part, Table):
+        console.width = max(width, _least_width(part))
+    console.print(part, crop=False)
+    console.width = width
+
+
+def _least_width(table: Table) -> int:
+    """Cells in which no column but the last wraps, and that in no less than a few words."""
+    from rich.text import Text
+
+    total = 0
+    for column in table.columns:
+        cells = [Text(cell) if isinstance(cell, str) else cell for cell in (column.header, *column.cells)]
+        widest = max((cell.cell_len for cell in cells if isinstance(cell, Text)), default=0)
+        total += (widest if column.no_wrap else min(widest, _LEAST_WORDS)) + 2
+    return total
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str = "") -> Table:

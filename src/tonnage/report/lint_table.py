@@ -34,7 +34,10 @@ def _launch(linted: Linted, width: int) -> Text:
     on = f" on {linted.card}" if linted.card else ""
     text.append(f"\n{_TITLES[command.engine]} {linted.version}, {model}{on}")
     if linted.start is not None:
-        text.append("\n" + hanging(outcome(linted.start), "  ", width))
+        told = outcome(linted.start)
+        if linted.start.starts and linted.worst is Severity.ERROR:
+            told = f"but for the errors below it {told}"
+        text.append("\n" + hanging(told, "  ", width))
     for finding in linted.findings:
         text.append("\n" + _told(finding, width), _STYLES[finding.severity])
         if finding.change:

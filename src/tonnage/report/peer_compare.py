@@ -75,9 +75,11 @@ def of_plan(plan: MemoryPlan) -> Compared:
     kv = plan.line(LineKind.KV)
     rest = 0 if kv is None else plan.kv.bytes - kv.bytes
     low, high = (plan.kv.bytes, plan.kv.bytes) if kv is None else (kv.low + rest, kv.high + rest)
+    whole = plan.max_concurrency * 1000
+    share = plan.kv.tokens * 1000 // plan.limits.max_seq_len  # as the engines count; windows and states share otherwise
     return Compared(
         told=OURS, pool_bytes=plan.kv.bytes, low_bytes=low, high_bytes=high, tokens=plan.kv.tokens,
-        concurrency=plan.max_concurrency * 1000, seq_len=plan.limits.max_seq_len,
+        concurrency=share if whole <= share < whole + 1000 else whole, seq_len=plan.limits.max_seq_len,
         free_bytes=plan.bytes_of(LineKind.KEEP_FREE) + plan.bytes_of(LineKind.SLACK), starts=True,
         first="nothing: what is not in a line is refused on arrival",
     )  # fmt: skip

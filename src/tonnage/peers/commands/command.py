@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from tonnage.peers.commands.shell import Word
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
@@ -56,6 +58,8 @@ class Command:
     where    the place in its file, for messages: "line 3", "service llm"
     unknown  shell variables in the model's name that nothing gives a value to
     files    options files that the command names and that were read
+    open_words  those that are neither flags nor the model, and hold variables without a value: "$EXTRA_ARGS"
+    lost     flags that stand on the lines behind the command, which ended before them
     """
 
     engine: str
@@ -66,6 +70,8 @@ class Command:
     where: str = ""
     unknown: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    open_words: tuple[Word, ...] = ()
+    lost: tuple[str, ...] = ()
 
     def flag(self, name: str) -> Flag | None:
         """The last flag of that name, which is the one that counts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from tonnage.peers.commands import compose, kinds, kubernetes
 from tonnage.peers.commands.command import Command, Place
 from tonnage.peers.commands.documents import documents, mapping
 from tonnage.peers.commands.invocation import launches_in, with_options
-from tonnage.peers.commands.shell import simple_commands
+from tonnage.peers.commands.shell import Simple, simple_commands
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _YAML = re.compile(r"^(services|apiVersion|kind)\s*:", re.MULTILINE)
@@ -30,6 +31,8 @@ def commands_in(
 
     Raises ``InputError`` where it starts none, or cannot be read; nothing is ever run.
     """
+    if name.lower().endswith(".ps1"):
+        text = re.sub(r"`\r?\n", "\\\\\n", text)  # as PowerShell continues a line
     found, beside = _from_yaml(text, name, variables) if _is_yaml(text, name) else _from_shell(text, variables)
     if not found:
         raise InputError(f"{name} starts no engine that is known here", value=name, remedy=_REMEDY)
@@ -43,10 +46,19 @@ def _is_yaml(text: str, name: str) -> bool:
 
 
 def _from_shell(text: str, variables: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:
-    found = []
+    found: list[Command] = []
+    is_behind = False
     for simple in simple_commands(text, variables):
-        found += launches_in(simple, Place(), f"line {simple.line}")
+        if is_behind and simple.words[0].text.startswith("-"):
+            found[-1] = replace(found[-1], lost=(*found[-1].lost, *_flags(simple)))
+            continue
+        launches = launches_in(simple, Place(), f"line {simple.line}")
+        found, is_behind = [*found, *launches], bool(launches)
     return found, _written(text)
+
+
+def _flags(simple: Simple) -> list[str]:
+    return [word.text for word in simple.words if word.text.startswith("-")]
 
 
 def _from_yaml(text: str, name: str, variables: Mapping[str, str]) -> tuple[list[Command], dict[str, str]]:

@@ -10,6 +10,7 @@ _NAMES = (
     (re.compile(r"(^|/)lmsysorg/sglang$|(^|/)sglang$"), "sglang"),
     (re.compile(r"(^|/)tensorrt-llm(/release|/devel)?$|(^|/)trtllm(-serve)?$"), "trtllm"),
 )
+_BUILT = re.compile(r"(^|[/_-])vllm([._-][\w.-]*)?$")
 _RELEASE = re.compile(r"v?(\d+\.\d+(?:\.\d+)?(?:[._-]?(?:post|rc|dev)\d+)?)(?![\d.])")
 
 
@@ -19,6 +20,11 @@ def engine_of_image(image: str | None) -> str | None:
         return None
     name, _ = _parts(image)
     return next((engine for pattern, engine in _NAMES if pattern.search(name)), None)
+
+
+def may_be_vllm(image: str | None) -> bool:
+    """Whether somebody built vLLM into ``image``, by a name such as org/tgis-vllm; its entry point may be another."""
+    return image is not None and _BUILT.search(_parts(image)[0]) is not None
 
 
 def version_of_image(image: str | None) -> str | None:

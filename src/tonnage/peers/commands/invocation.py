@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tonnage.peers.commands import kinds
 from tonnage.peers.commands.command import Command, Flag, Place
-from tonnage.peers.commands.images import engine_of_image, version_of_image
+from tonnage.peers.commands.images import engine_of_image, may_be_vllm, version_of_image
 from tonnage.peers.commands.kinds import Kind
 from tonnage.peers.commands.shell import Simple, Word, simple_commands
 
@@ -24,6 +24,9 @@ MODULES = {
 }
 _PIN = re.compile(r"(vllm|sglang|tensorrt[-_]llm)(?:\[[\w,-]*\])?==(\d+(?:\.\w+)+)")
 _PIN_ENGINES = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm", "tensorrt_llm": "trtllm"}
+_MODEL_FLAG = re.compile(r"--model(=|$)")
+#: Programs that are given a command as one word, or as several.
+_CARRIERS = ("eval", "tmux", "screen", "ssh", "su")
 #: Shells inside shells that are followed.
 _DEPTH = 4
 
@@ -47,10 +50,23 @@ def launches_in(simple: Simple, place: Place, where: str, *, depth: int = 0) -> 
         return found
     begins = _begins(texts)
     if begins is None:
-        return []
+        return _carried(words, place, where, depth=depth + 1)
     engine, start = begins
     version = version_of_image(place.image) or _pinned(texts[:start], engine)
     return [command_of(engine, words[start:], place=place, where=where, version=version)]
+
+
+def _carried(words: Sequence[Word], place: Place, where: str, *, depth: int) -> list[Command]:
+    """The engines in the words of a program that runs other commands: ``eval $CMD``, ``tmux new -d "..."``."""
+    name = words[0].text.rsplit("/", 1)[-1] if words else ""
+    if name not in _CARRIERS or depth >= _DEPTH:
+        return []
+    texts = [word.text for word in words[1:]]
+    found = []
+    for text in [" ".join(texts)] if name == "eval" else [text for text in texts if " " in text]:
+        for each in simple_commands(text, place.variables):
+            found += launches_in(each, place, where, depth=depth + 1)
+    return found
 
 
 def container_launches(words: Sequence[Word], place: Place, where: str, *, depth: int = 0) -> list[Command]:
@@ -59,6 +75,8 @@ def container_launches(words: Sequence[Word], place: Place, where: str, *, depth
     if found:
         return found
     engine = engine_of_image(place.image)
+    if engine is None and may_be_vllm(place.image) and any(_MODEL_FLAG.match(word.text) for word in words):
+        engine = "vllm"
     if engine == "vllm" and not (words and _is_other_program(words[0].text)):
         return [command_of(engine, words, place=place, where=where, version=version_of_image(place.image))]
     return []
@@ -148,6 +166,7 @@ def command_of(
         place=place or Place(),
         where=where,
         unknown=() if chosen is None else chosen.unknown,
+        open_words=tuple(word for word in bare if word.unknown and word is not chosen),
     )
 
 

@@ -32,12 +32,19 @@ def launches(document: Mapping[str, Any]) -> list[Command]:
     found = []
     for each in _objects(document):
         name = f"{each.get('kind')} {mapping(each.get('metadata')).get('name', '?')}"
+        pods = _group_size(each)
         for pod in _pods(each):
             for container in sequence(pod.get("containers")):
                 container = mapping(container)
                 where = f"{name}, container {container.get('name', '?')}"
-                found += container_launches(_words(container), _place(container, pod), where)
+                found += container_launches(_words(container), _place(container, pod, pods), where)
     return found
+
+
+def _group_size(document: Mapping[str, Any]) -> int:
+    """Pods that serve one model together: the leader and the workers of a LeaderWorkerSet."""
+    size = mapping(mapping(document.get("spec")).get("leaderWorkerTemplate")).get("size")
+    return size if isinstance(size, int) and 1 < size < 10_000 else 1
 
 
 def config_files(document: Mapping[str, Any]) -> dict[str, str]:
@@ -99,14 +106,14 @@ def _environment(container: Mapping[str, Any]) -> dict[str, str]:
     return {str(pair.get("name")): str(pair["value"]) for pair in pairs if pair.get("value") is not None}
 
 
-def _place(container: Mapping[str, Any], pod: Mapping[str, Any]) -> Place:
+def _place(container: Mapping[str, Any], pod: Mapping[str, Any], pods: int) -> Place:
     resources = mapping(container.get("resources"))
     asked = mapping(resources.get("limits")).get(_GPUS, mapping(resources.get("requests")).get(_GPUS))
     image = container.get("image")
     count = str(asked) if asked is not None else ""
     place = Place(
         image=None if image is None else str(image),
-        num_gpus=int(count) if count.isdecimal() and len(count) < 5 else None,
+        num_gpus=int(count) * pods if count.isdecimal() and len(count) < 5 else None,
         gpu_name=_product(pod),
         variables=_environment(container),
     )

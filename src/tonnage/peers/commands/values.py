@@ -18,6 +18,7 @@ from tonnage.units import LARGEST, exact, parse_count
 _MOST_JSON = 100_000
 #: Characters of a whole number.
 _MOST_DIGITS = 40
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.IGNORECASE)
 
 
 def settings_of(command: Command) -> tuple[dict[str, object], list[InvalidSetting]]:
@@ -87,6 +88,15 @@ def _ratio(text: str, knob: str) -> Fraction:
     return value
 
 
+def _share(text: str, knob: str) -> Fraction:
+    """A share as the engines read it: ``float()`` of the text, so neither 9/10 nor 90%."""
+    value = _ratio(text, knob) if _FLOAT.fullmatch(text.strip()) else None
+    if value is None or not 0 < value <= 1:
+        what = "not a number" if value is None else "outside 0 < share <= 1"
+        raise InvalidSetting(knob, text[:80], what, remedy="write a number above 0 and at most 1, such as 0.9")
+    return value
+
+
 def _word(text: str, knob: str) -> str:
     del knob
     return text.strip()
@@ -131,7 +141,7 @@ _READERS: Mapping[Kind, Callable[[str, str], object]] = {
     Kind.TOKENS: _vllm_count,
     Kind.NUMBER: _number,
     Kind.LENGTH: _length,
-    Kind.SHARE: read.share,
+    Kind.SHARE: _share,
     Kind.RATIO: _ratio,
     Kind.BYTES: read.vllm_bytes,
     Kind.GIB: read.gibibytes,

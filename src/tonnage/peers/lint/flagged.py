@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tonnage.errors import InvalidSetting
 from tonnage.peers.commands import kinds, known
@@ -12,6 +13,7 @@ from tonnage.peers.commands.meaning import draft_model
 from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.version import Version
+from tonnage.peers.which import find_known, is_beyond
 
 _TITLES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "trtllm-serve"}
 
@@ -27,8 +29,8 @@ def values(wrong: Sequence[InvalidSetting]) -> Iterator[Finding]:
         )
 
 
-def names(command: Command, version: Version) -> Iterator[Finding]:
-    """A finding for each flag that this release does not read."""
+def names(command: Command, version: Version, *, is_assumed: bool = False) -> Iterator[Finding]:
+    """A finding for each flag that this release does not read. ``is_assumed``: nothing says that it is this one."""
     for flag in {flag.name: flag for flag in command.flags}.values():
         if not flag.written.startswith("-"):
             continue  # a key of an options file: those are too many to be judged
@@ -37,7 +39,8 @@ def names(command: Command, version: Version) -> Iterator[Finding]:
             continue
         instead = known.INSTEAD.get((command.engine, flag.name.partition(".")[0]))
         if found.seen:
-            yield _gone(command, flag, version, found.seen, instead)
+            gone = _gone(command, flag, version, found.seen, instead)
+            yield replace(gone, severity=Severity.WARNING) if is_assumed else gone
         elif (command.engine, flag.name) not in known.INSTEAD:
             yield _unknown(command, flag)
 
@@ -75,6 +78,28 @@ def variables(command: Command) -> Iterator[Finding]:
                 why="the prediction is made without the flag",
                 change=tuple(f"--set {name}=VALUE" for name in flag.unknown if name.isidentifier()),
             )
+    for word in command.open_words:
+        named = tuple(name for name in word.unknown if name.isidentifier())
+        if named:
+            yield Finding(
+                code="TN006",
+                severity=Severity.WARNING,
+                what=f"{word.text} stands among the flags, and nothing here gives {_listed(named)} a value",
+                why="the prediction is made without the flags in it",
+                change=tuple(f"--set {name}=VALUE" for name in named),
+            )
+
+
+def behind(command: Command) -> Iterator[Finding]:
+    """Flags on lines that the command does not reach, for a comment or a blank behind a backslash ends it."""
+    if command.lost:
+        yield Finding(
+            code="TN013",
+            severity=Severity.ERROR,
+            what=f"the command ends before {_listed(command.lost)}, which its engine never sees",
+            why="a comment line between continued lines, or a blank behind a backslash, ends a command",
+            change=("move the comment out of the command, and end each of its lines with the backslash",),
+        )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -101,7 +126,7 @@ def weights(case: Case) -> Iterator[Finding]:
 
 
 def release(command: Command, version: Version, *, is_assumed: bool) -> Iterator[Finding]:
-    """A release that nothing names."""
+    """A release that nothing names, or one that is newer than the rules."""
     if is_assumed:
         image = command.place.image
         yield Finding(
@@ -110,6 +135,14 @@ def release(command: Command, version: Version, *, is_assumed: bool) -> Iterator
             what=f"nothing says which release it is; the rules of {version} are taken",
             why=f"the image is {image}" if image else "",
             change=(f"a tag with a release in it, or --engine {command.engine}=={version}",),
+        )
+    known = find_known(command.engine, typed=command.engine)
+    if is_beyond(known, version):
+        yield Finding(
+            code="TN007",
+            severity=Severity.WARNING,
+            what=f"{version} is newer than {known.newest}, the newest release whose rules are known",
+            why=f"the rules of {known.newest} are taken",
         )
 
 

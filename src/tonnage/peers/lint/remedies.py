@@ -33,10 +33,13 @@ def _any(start: Start) -> bool:
     return True
 
 
-def remedies(case: Case, start: Start, works: Works = _any) -> tuple[str, ...]:
-    """Single changes after which it starts and ``works`` holds; where there is none, pairs of them. At most four."""
+def remedies(
+    case: Case, start: Start, works: Works = _any, *, raised: bool = True, lowered: bool = True
+) -> tuple[str, ...]:
+    """Single changes after which it starts and ``works`` holds; where there is none, pairs of them. At most four.
+    ``raised``, ``lowered``: whether a share of memory may be so."""
     found = []
-    singles = list(_candidates(case, start, works))
+    singles = list(_candidates(case, start, works, raised=raised, lowered=lowered))
     for family in singles:
         for changes in family:
             tried = case.tried(changes)
@@ -59,12 +62,12 @@ def _pairs(case: Case, families: list[list[Changes]], works: Works) -> list[str]
     return []
 
 
-def _candidates(case: Case, start: Start, works: Works) -> Iterator[list[Changes]]:
+def _candidates(case: Case, start: Start, works: Works, *, raised: bool, lowered: bool) -> Iterator[list[Changes]]:
     """Families of one flag each, mildest value first; in the order in which people would rather give something up."""
     yield _sequences(case, start)
     yield [{"kv_cache_dtype": _fp8(case)}] if can_fp8(case) else []
-    yield _shares(case)
-    yield lower_shares(case, start)[:20]
+    yield _shares(case, start) if raised else []
+    yield lower_shares(case, start)[:20] if lowered else []
     yield _shorter(case, start, works)
     yield _steps(case, start)
     yield _eager(case)
@@ -78,10 +81,10 @@ def _sequences(case: Case, start: Start) -> list[Changes]:
     return [{name: number} for number in (256, 128, 64, 32, 16, 8, 4) if now is not None and number < now]
 
 
-def _shares(case: Case) -> list[Changes]:
+def _shares(case: Case, start: Start) -> list[Changes]:
     name = _SHARE[case.engine]
     now = case.settings.get(name)
-    least = now if isinstance(now, Fraction) else Fraction(0)
+    least = now if isinstance(now, Fraction) else _default_share(start, name)
     return [{name: share} for share in _SHARES if share > least]
 
 

@@ -207,5 +207,6 @@ def log_probabilities(case: Case, start: Start) -> Iterator[Finding]:
 
 def source(rule: Rule) -> str:
     """Where a rule comes from, in a few words."""
-    told = rule.source or (f"{len(rule.records)} logged starts" if rule.records else "no source")
+    logs = len(rule.records)
+    told = rule.source or (f"{logs} logged start{'' if logs == 1 else 's'}" if logs else "no source")
     return f"rule {rule.name}: {told}"

@@ -87,6 +87,8 @@ def _pool(log: Log, start: Start) -> Iterator[Row]:
     said = keys.value + values.value if keys and values else figure.value
     room = 2 * figure.rounding + _BLOCKS_BYTES
     pool = start.pool
+    if said <= 0 and pool.high == 0:
+        return  # nothing is left in both; the prediction does not say how much less than nothing
     if log.engine == "sglang":  # states have a line of their own
         states = sum(term.bytes.bytes for term in start.terms if term.name == "state pool")
     else:

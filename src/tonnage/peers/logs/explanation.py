@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
 
 from tonnage.errors import UserError
 from tonnage.peers.corrections import Correction, corrected, key_of
@@ -70,7 +72,7 @@ def explain(
     except UserError as fault:
         return replace(plain, unpredicted=str(fault))
     rows = compare(log, start)
-    apart = worst(rows) or next((row for row in rows if not row.agrees), None)
+    apart = worst(rows)
     correction = _correction(start, rows, name=name, text=text)
     again = replace(case, correct=lambda found: corrected(found, (correction,))) if correction else case
     return replace(
@@ -106,6 +108,10 @@ def _ended(failure: Failure, case: Case | None) -> Ended:
     told: tuple[str, ...] = (f"--max-model-len {estimate} (the engine's own estimate)",) if estimate else ()
     if blocks := failure.numbers.get("state_blocks"):
         told = (f"--max-num-seqs {blocks} (the engine's own bound)",)
+    if failure.kind == "one request" and (tokens := failure.numbers.get("kv_cache_tokens")):
+        told = (f"--max-model-len {tokens} (what the log's own pool holds)",)
+    if failure.kind == "free memory":
+        return Ended(failure=failure, means=_with_numbers(means, failure), change=_free_share(failure, case))
     if case is None:
         return Ended(failure=failure, means=_with_numbers(means, failure), change=told)
     try:
@@ -114,7 +120,34 @@ def _ended(failure: Failure, case: Case | None) -> Ended:
         return Ended(failure=failure, means=_with_numbers(means, failure), change=told)
     if failure.kind in ("arguments", "profiling", "unbalanced"):
         return Ended(failure=failure, means=_with_numbers(means, failure), change=told)
-    return Ended(failure=failure, means=_with_numbers(means, failure), change=(*told, *remedies(case, start)))
+    told_means = _with_numbers(means, failure)
+    if failure.kind not in _POOL:
+        more = remedies(case, start, raised=False)
+    else:
+        more = remedies(case, start, partial(_holds_more, start, shorter=not told), lowered=False)
+        if start.starts:
+            told_means += f"; by the rules alone it starts, with {format_bytes(start.pool.bytes)} for the cache: see "
+            told_means += "what else is on the device"
+    return Ended(failure=failure, means=told_means, change=(*told, *more))
+
+
+#: Failures of a pool that is too small: what makes it smaller is no help.
+_POOL = ("no pool", "one request")
+
+
+def _holds_more(start: Start, tried: Start, *, shorter: bool) -> bool:
+    """Whether a start has a larger pool. ``shorter``: it may get that by a shorter request."""
+    return tried.pool.bytes > start.pool.bytes and (shorter or tried.max_model_len == start.max_model_len)
+
+
+def _free_share(failure: Failure, case: Case | None) -> tuple[str, ...]:
+    """The largest share of the device, in hundredths, that was free, unless the prediction says that it is no help."""
+    free, total = failure.numbers.get("free_at_start", 0), failure.numbers.get("total_gpu_memory", 0)
+    share = Fraction(100 * free // total, 100) if total else Fraction(0)
+    change = {"gpu_memory_utilization": share}
+    is_help = share > 0 and (case is None or case.tried(change) is not None)
+    told = (f"--gpu-memory-utilization {float(share):.2f} (what was free)",) if is_help else ()
+    return (*told, "end the processes that hold the rest of the device")
 
 
 def _with_numbers(means: str, failure: Failure) -> str:

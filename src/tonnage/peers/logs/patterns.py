@@ -110,7 +110,7 @@ PATTERNS: Mapping[str, tuple[Pattern, ...]] = {"vllm": _VLLM, "sglang": _SGLANG,
 #: What a line has of an engine that no other's has, and the release in it.
 ENGINES: Mapping[str, re.Pattern[str]] = {
     "vllm": re.compile(
-        r"vLLM API server version (\S+)|Initializing an? (?:V\d )?LLM engine \(v?([^)\s]+)\)|gpu_memory_utilization|"
+        r"vLLM API server version (\S+)|Initializing an? (?:V\d )?LLM engine (?:\(|with config)|gpu_memory_utilization|"
         r"Model loading took|KV cache size: [\d,]+ tokens|vllm[/\\.]|# (?:GPU|CUDA) blocks"
     ),
     "sglang": re.compile(r"server_args=ServerArgs\(|Load weight (?:begin|end)\.|Memory pool end\.|sglang[/\\.]"),

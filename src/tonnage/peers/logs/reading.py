@@ -149,7 +149,7 @@ def _first_of_each(failed: list[Failure]) -> Iterator[Failure]:
 
 _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")
 _CALLS = re.compile(r"(?:args: Namespace|server_args=ServerArgs|KvCacheConfig)\((.*)\)")
-_WITH_CONFIG = re.compile(r"LLM engine \(v?[^)\s]+\) with config: (.*)")
+_WITH_CONFIG = re.compile(r"LLM engine (?:\(v?[^)\s]+\) )?with config: (.*)")
 _PAIR = re.compile(r"(?<![\w.])([a-z_][a-z0-9_]*)=('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\[[^\[\]]*\]|[^,()\s]+)")
 #: Settings of vLLM's line about its whole configuration, by the names that they are typed with.
 _CONFIG_NAMES = {

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from tonnage.peers.logs.log import Figure, Unit
 
+#: A difference so many times smaller than the largest explains nothing of it.
+_NOTHING = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -45,9 +48,14 @@ class Row:
 
 
 def worst(rows: Iterable[Row]) -> Row | None:
-    """The row of bytes that stands for terms and differs most in bytes; None where all agree."""
-    apart = [row for row in rows if row.terms and not row.agrees]
-    return max(apart, key=lambda row: abs(row.difference), default=None)
+    """The row that differs most in bytes: one that stands for terms, unless that is next to nothing of what others
+    differ by. None where all agree."""
+    apart = [row for row in rows if not row.agrees]
+    in_bytes = [row for row in apart if row.unit is Unit.BYTES]
+    most = max((abs(row.difference) for row in in_bytes), default=0)
+    of_terms = [row for row in in_bytes if row.terms and abs(row.difference) * _NOTHING >= most]
+    found = max(of_terms or in_bytes, key=lambda row: abs(row.difference), default=None)
+    return found or next(iter(apart), None)
 
 
 def row_of(

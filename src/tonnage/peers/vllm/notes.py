@@ -37,6 +37,12 @@ def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
             yield f"{launch.version} can lie on either side of {release}, where {what}; the newer rule is taken"
     if any(launch.card.name.lower().replace(" ", "").startswith(name) for name in _UNIFIED):
         yield "memory is shared with the host: its page cache counts as used, and boots differ by half a GiB and more"
+    positions = launch.config.max_position_embeddings
+    if setup.max_model_len > positions:
+        yield (
+            f"max_model_len {setup.max_model_len:,} is above the {positions:,} positions of config.json: vLLM refuses "
+            "it, unless --hf-overrides scale them or VLLM_ALLOW_LONG_MAX_MODEL_LEN is 1"
+        )
     if pages is None and kept_layers(setup) is None:
         yield "the pages of a compressed cache are not known here: the pool is told, and no tokens"
     if pages is not None and pages.padding_layers:
@@ -44,7 +50,10 @@ def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
     if launch.config.towers and launch.weights.source not in (Source.MEASURED, Source.COUNTED):
         yield "the encoder's dry run is not modelled: many or large pictures can make it the peak"
     if budget.total.low != budget.total.high:
-        yield "the card's total is not the same on every machine: give the driver's own for a narrower answer"
+        yield (
+            "the card's total is not the same on every machine: give the driver's own as --memory beside --device for "
+            "a narrower answer"
+        )
     if (count(launch, "decode_context_parallel_size") or 1) > 1:
         yield "tokens that ranks divide among them (decode context parallelism) are not in these figures: more fit"
     if launch.get("enable_lora"):
