@@ -70,6 +70,7 @@ def test_stdin_and_annotations(tonnage, monkeypatch: pytest.MonkeyPatch) -> None
         (("lint", "--", "python", "-c", "1"), "starts no engine"),
         (("lint", "--corrections", "no.json", "--", "vllm", "serve", "m"), "there is no file no.json"),
         (("explain-log", "nowhere.log"), "there is no file nowhere.log"),
+        (("lint", "--device", "H100", "--memory", "5GiB", "--", "vllm", "serve", "m"), "leave one of them out"),
         (("lint",), "Missing argument"),
     ],
 )

@@ -42,13 +42,12 @@ def explain_log(
     FILE is a log of vLLM, SGLang or TensorRT-LLM from its first line on, or - for stdin.
     Example: tonnage explain-log vllm.log --model ./llama-3.1-8b --device H100 --save
     """
-    from tonnage.hardware import card_for
+    from tonnage.cli.plan import card_of
     from tonnage.peers.logs import read_log
     from tonnage.planner.explaining import ExplainAsked, explain_log
 
     asked_engine = None if engine is None else read_engine(engine)
-    num_bytes = opt.read_bytes(memory, "--memory")
-    card = None if device is None and num_bytes is None else card_for(device, num_bytes)
+    card = None if device is memory is None else card_of(device, memory, verb="explain-log", takes_part=False)
     text, _ = read_text(file)
     log = read_log(text, engine=None if asked_engine is None else asked_engine[0], name=file)
     asked = ExplainAsked(engine=asked_engine, card=card, model=model, flags=_flags(log.engine, flags))

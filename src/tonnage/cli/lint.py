@@ -103,14 +103,13 @@ def _show(found: Sequence[Linted], form: str) -> None:
 def _asked(
     engine: Text, device: Text, memory: Text, model: Several, num_gpus: Text, users: Text, in_use: Text, kept: Text
 ) -> LintAsked:
-    from tonnage.hardware import card_for
+    from tonnage.cli.plan import card_of
     from tonnage.peers.corrections import load_corrections
     from tonnage.planner.linting import LintAsked
 
-    num_bytes = opt.read_bytes(memory, "--memory")
     return LintAsked(
         engine=None if engine is None else read_engine(engine),
-        card=None if device is None and num_bytes is None else card_for(device, num_bytes),
+        card=None if device is memory is None else card_of(device, memory, verb="lint", takes_part=False),
         models=dict(_pairs(model, "--model", alone=True)),
         num_gpus=None if num_gpus is None else opt.read_count(num_gpus, "--num-gpus", 1),
         users=None if users is None else opt.read_count(users, "--users", 1),

@@ -232,8 +232,9 @@ def check_stages(ranks: RankOptions) -> None:
 _ROUNDED_BYTES = 8 * MiB
 
 
-def card_of(device: str | None, memory: str | None, *, verb: str) -> Card:
-    """The device that the two flags name. Raises ``UserError`` for neither, or for both where they contradict."""
+def card_of(device: str | None, memory: str | None, *, verb: str, takes_part: bool = True) -> Card:
+    """The device that the two flags name. Raises ``UserError`` for neither, or for both where they contradict.
+    ``takes_part``: the verb has --total-bytes."""
     from tonnage.hardware import card_for, find_card, is_host
 
     num_bytes = opt.read_bytes(memory, "--memory")
@@ -250,6 +251,8 @@ def card_of(device: str | None, memory: str | None, *, verb: str) -> Card:
         raise UserError(
             f"--device {device} and --memory {memory} both say how large the device is",
             need="one of them, or a total that such cards report",
-            remedy=f"to take part of a card: --device {device} --total-bytes {memory}",
+            remedy=f"to take part of a card: --device {device} --total-bytes {memory}"
+            if takes_part
+            else "leave one of them out",
         )
     return card_for(device, num_bytes)
