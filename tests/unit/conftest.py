@@ -11,3 +11,5 @@ if without_engine.is_asked():
 
 # What a start-up log has taught this machine is nothing that a test should find.
 os.environ["XDG_DATA_HOME"] = "/nonexistent"
+# Nor how wide the terminal is in which the tests were started.
+os.environ.pop("COLUMNS", None)

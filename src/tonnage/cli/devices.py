@@ -303,7 +303,7 @@ def _own_source(nvml: Nvml) -> str:
 def _torch_boundary(*, has_cuda: bool, probe: bool) -> str:
     if not has_cuda:
         return "no CUDA device: torch's tensors lie on this process's heap, and the ledger samples it"
-    if find_spec("torch") is None:
+    if not _is_there("torch"):
         return "torch is not installed: the engine needs the extra tonnage[engine]"
     if not probe:
         return NOT_BUILT
@@ -313,6 +313,13 @@ def _torch_boundary(*, has_cuda: bool, probe: bool) -> str:
     if built.path is not None:
         return f"torch's segments come from our arenas, through a C shim built with {built.compiler}"
     return f"torch takes its segments itself, capped by its memory fraction, and the ledger samples it: {built.reason}"
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # a finder that refuses it
+        return False
 
 
 def _torch_settings() -> str:
