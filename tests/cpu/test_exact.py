@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,11 +238,27 @@ def test_prompts_may_want_logprobs():
 
 def test_the_sampler_stays_below_its_formula():
     trace = sampling(
-        logits_rows=64, vocab_size=32_000, dtype="bfloat16", num_logprobs=20, penalties=True, tile_elements=2**22
+        hidden_bytes=64 * 4096 * 2,
+        logits_rows=64,
+        vocab_size=32_000,
+        dtype="bfloat16",
+        num_logprobs=20,
+        penalties=True,
+        tile_elements=2**22,
     )
     config = replace(LLAMA_8B, vocab_size=32_000)
     formula = sampler_bytes(config, logits_rows=64)
     assert 0.85 * formula <= top_of(trace.events).num_bytes <= formula
+
+
+def test_draws_hold_the_hidden_states_of_their_rows():
+    asked = {"logits_rows": 8, "vocab_size": 1000, "dtype": "bfloat16", "num_logprobs": 5, "tile_elements": 2**22}
+    for is_plain in (True, False):
+        with_, without = (
+            top_of(sampling(hidden_bytes=size, penalties=False, is_plain=is_plain, **asked).events)
+            for size in (10 * MiB, 512)
+        )
+        assert with_.num_bytes - without.num_bytes == 10 * MiB - 512
 
 
 def test_logprobs_of_a_prompt_hold_its_hidden_states():
@@ -294,6 +313,33 @@ def test_what_cannot_be_run_is_told_and_left_to_closed_forms(raw, rank, said):
     assert "closed forms" in note
 
 
+def test_a_class_that_logs_its_failure_is_told_once():
+    """By the warning alone; logs, warnings and torch's defaults are as they were afterwards."""
+    log, said = logging.getLogger("transformers"), logging.StreamHandler(io.StringIO())
+
+    def state():
+        return log.level, list(warnings.filters), torch.get_default_dtype(), torch.get_default_device()
+
+    before = state()
+    raw = {**LLAMA_8B.raw, "model_type": "mllama", "vision_config": {"max_aspect_ratio_id": 8}}
+    probe = FakeProbe()
+    log.addHandler(said)
+    try:
+        found = probe.stages(
+            replace(LLAMA_8B, raw=raw, model_type="mllama"),
+            card=H200,
+            limits=limits(512),
+            rank=Rank(),
+            dtype="bfloat16",
+        )
+    finally:
+        log.removeHandler(said)
+    assert found is None
+    assert "max_aspect_ratio_id" in probe.notes[0]
+    assert said.stream.getvalue() == ""
+    assert state() == before
+
+
 def test_recurrent_layers_are_left_to_closed_forms():
     config = ModelConfig.from_dict({"model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 3,
                                     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
@@ -302,6 +348,17 @@ def test_recurrent_layers_are_left_to_closed_forms():
     probe = FakeProbe()
     assert probe.stages(config, card=H200, limits=limits(32), rank=Rank(), dtype="bfloat16") is None
     assert "recurrent" in probe.notes[0]
+
+
+def test_an_interval_cut_off_above_keeps_its_margin_below():
+    """What runs uncompiled is a bound; an estimate at the bound is no better known for that."""
+    attention = coefficient("attention")
+    assert attention.low > 1
+    cut = attention.of(10**9, at_most=10**9, told="")
+    assert (cut.bytes, cut.high) == (10**9, 10**9)
+    assert cut.low == 10**9 * (1 - attention.margin)
+    free = attention.of(10**9, at_most=None, told="")
+    assert free.low == int(attention.low * 10**9)
 
 
 def test_a_kind_that_nobody_measured_has_the_widest_margin():

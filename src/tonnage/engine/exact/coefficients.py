@@ -57,18 +57,20 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficient:
-    """Factors of an estimate; ``told`` says where they come from."""
+    """Factors of an estimate; ``told`` says where they come from. ``margin``: what is left open even of the best."""
 
     low: Fraction
     best: Fraction
     high: Fraction
+    margin: Fraction
     told: str
 
     def of(self, num_bytes: int, *, at_most: int | None, told: str) -> Quantity:
-        """``at_most``: what the interval never goes beyond."""
+        """``at_most``: what the interval never goes beyond; where it cuts, the margin below it stays."""
         low, best, high = (int(num_bytes * factor) for factor in (self.low, self.best, self.high))
         if at_most is not None:
-            low, best, high = (min(each, at_most) for each in (low, best, high))
+            best, high = min(best, at_most), min(high, at_most)
+            low = min(low, int(best * (1 - self.margin)))
         return Quantity(bytes=best, low=low, high=high, source=Source.SIMULATED, ref=f"{told}; {self.told}")
 
 
@@ -95,4 +97,6 @@ def coefficient(kind: str) -> Coefficient:
 
 def _around(ratios: tuple[Fraction, ...], margin: Fraction, told: str) -> Coefficient:
     mean = sum(ratios, Fraction(0)) / len(ratios)
-    return Coefficient(low=min(ratios) * (1 - margin), best=mean, high=max(ratios) * (1 + margin), told=told)
+    return Coefficient(
+        low=min(ratios) * (1 - margin), best=mean, high=max(ratios) * (1 + margin), margin=margin, told=told
+    )

@@ -155,6 +155,7 @@ def seen_step(name: str, shape: StepShape, trace: Trace, config: ModelConfig, *,
 def _with_draws(seen: Seen, config: ModelConfig, limits: Limits, *, dtype: str) -> Seen:
     """A step of decodes with the draws behind it, which on a card are one kernel that holds nothing."""
     trace = sampling(
+        hidden_bytes=_hidden_bytes(config, limits.max_logits_rows, dtype),
         logits_rows=limits.max_logits_rows,
         vocab_size=config.vocab_size,
         dtype=dtype,
@@ -176,9 +177,11 @@ def _sampled(
     common["num_logprobs"] = limits.max_logprobs
     traces = []
     if limits.prompt_logprobs:
-        hidden_bytes = limits.max_num_tokens * config.hidden_size * DTYPE_BYTES[dtype]
+        hidden_bytes = _hidden_bytes(config, limits.max_num_tokens, dtype)
         traces.append(("prompt log-probs", prefill, prompt_logprobs(hidden_bytes=hidden_bytes, **common)))  # type: ignore[arg-type]
-    traces.append(("sampler", decode, sampling(penalties=limits.penalties, **common)))  # type: ignore[arg-type]
+    hidden_bytes = _hidden_bytes(config, rows, dtype)
+    drawn = sampling(hidden_bytes=hidden_bytes, penalties=limits.penalties, **common)  # type: ignore[arg-type]
+    traces.append(("sampler", decode, drawn))
     found = []
     for name, shape, trace in traces:
         top = top_of(trace.events)
@@ -194,6 +197,11 @@ def _sampled(
             )
         )
     return found
+
+
+def _hidden_bytes(config: ModelConfig, num_tokens: int, dtype: str) -> int:
+    """Last hidden states, which a step holds until its tokens are drawn."""
+    return num_tokens * config.hidden_size * DTYPE_BYTES[dtype]
 
 
 def _peaks(found: Sequence[Seen], *, device_kind: str, is_compiled: bool, reserved_kind: str) -> tuple[StagePeak, ...]:

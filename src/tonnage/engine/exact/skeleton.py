@@ -240,13 +240,15 @@ def _pack(model: torch.nn.Module, family: Family) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither warnings nor the log of what cannot be run: a failure is told by what is raised."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), quiet_transformers():
-            warnings.simplefilter("ignore")
+    """Neither warnings nor the logs of what cannot be built or run: a failure is told by what is raised."""
+    with warnings.catch_warnings(), quiet_transformers():
+        warnings.simplefilter("ignore")
+        logs = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers")]
+        levels = [log.level for log in logs]
+        try:
+            for log in logs:
+                log.setLevel(logging.CRITICAL)
             yield
-    finally:
-        log.setLevel(level)
+        finally:
+            for log, level in zip(logs, levels, strict=True):
+                log.setLevel(level)

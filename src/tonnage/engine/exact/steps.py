@@ -10,7 +10,7 @@ import torch
 from tonnage.costs.activations import SAMPLER_TILE_ELEMENTS
 from tonnage.engine.exact.skeleton import Skeleton
 from tonnage.engine.exact.trace import Trace, Tracer
-from tonnage.engine.sampling import Sampler, SamplingTable
+from tonnage.engine.sampling import Sampler, SamplingRows, SamplingTable
 from tonnage.resources.penalties import PenaltyTensors
 from tonnage.sampling import SamplingParams
 
@@ -48,6 +48,7 @@ def forward(skeleton: Skeleton, *, num_tokens: int, logits_rows: int) -> Trace:
 
 def sampling(
     *,
+    hidden_bytes: int,
     logits_rows: int,
     vocab_size: int,
     dtype: str,
@@ -57,20 +58,28 @@ def sampling(
     is_plain: bool = False,
 ) -> Trace:
     """Rows of logits, and a draw from each with everything that a request may ask for; ``is_plain``: of the most
-    probable token, with nothing else."""
+    probable token, with nothing else. The step's hidden states stay beside them."""
     tables = _tables(logits_rows, vocab_size) if penalties else None
     logits, tracer = _logits(logits_rows, vocab_size, dtype)
+    asked = sampling_rows(
+        logits_rows, num_logprobs=min(num_logprobs, vocab_size), penalties=penalties, is_plain=is_plain
+    )
     with tracer:
+        hidden = torch.empty(hidden_bytes, dtype=torch.uint8, device=_NOWHERE)
         made = torch.empty_like(logits)
-        asked = {**_EVERYTHING, **(_PENALTIES if penalties else {}), "logprobs": min(num_logprobs, vocab_size)}
-        params = SamplingParams() if is_plain else SamplingParams(**asked)
-        table = SamplingTable(logits_rows)
-        for slot in range(logits_rows):
-            table.set(slot, params, seed=slot, stop_ids=frozenset((0,)), num_prompt_tokens=1)
-        rows = table.rows(np.arange(logits_rows), np.ones(logits_rows, np.int64))
-        drawn = Sampler(vocab_size, tile_elements=tile_elements).draw(made, rows, tables)
-        del made, drawn
+        drawn = Sampler(vocab_size, tile_elements=tile_elements).draw(made, asked, tables)
+        del made, drawn, hidden
     return tracer.trace
+
+
+def sampling_rows(num_rows: int, *, num_logprobs: int, penalties: bool, is_plain: bool) -> SamplingRows:
+    """What so many requests ask of the sampler: everything, or the most probable token."""
+    asked = {**_EVERYTHING, **(_PENALTIES if penalties else {}), "logprobs": num_logprobs}
+    params = SamplingParams() if is_plain else SamplingParams(**asked)
+    table = SamplingTable(num_rows)
+    for slot in range(num_rows):
+        table.set(slot, params, seed=slot, stop_ids=frozenset((0,)), num_prompt_tokens=1)
+    return table.rows(np.arange(num_rows), np.ones(num_rows, np.int64))
 
 
 def prompt_logprobs(
