@@ -1,9 +1,13 @@
 """What `tonnage plan --exact` says of a forward, beside the real layers run with random weights.
 
 On a card (`--device cuda`): published shapes at 2,048, 8,192 and 16,384 tokens, as they are and compiled as the engine
-compiles them; torch's own peaks of allocated and reserved bytes beside the intervals. On a host: small shapes of the
-same families, compiled by the same compiler for a CPU, whose allocator the profiler watches: scratch that a product
-takes inside itself is left out, and what torch's caching allocator would reserve for 32 times these bytes is replayed.
+compiles them; torch's own peaks of allocated and reserved bytes. Where projections are packed as the engine packs them,
+the stages of a start stand beside their intervals: a prefill, a decode, a decode whose sampler has everything to do,
+and what torch reserves for all of them, one after the other, twice. A case that fails is told and filed, and the next
+one runs; what is there is filed after each.
+On a host: small shapes of the same families, compiled by the same compiler for a CPU, whose allocator the profiler
+watches: scratch that a product takes inside itself is left out, and what torch's caching allocator would reserve for 32
+times these bytes is replayed.
 Attention only makes its result in either: its scratch is declared elsewhere. A few layers of each kind are run, since
 the peak does not depend on how many there are (tests/cpu/test_exact.py); `--layers 0` runs all.
 
@@ -13,9 +17,12 @@ the peak does not depend on how many there are (tests/cpu/test_exact.py); `--lay
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import sys
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,11 +39,14 @@ from tonnage.engine.exact import FakeProbe
 from tonnage.engine.exact.probe import reserved_by, seen_step
 from tonnage.engine.exact.segments import Event
 from tonnage.engine.exact.skeleton import Skeleton
-from tonnage.engine.exact.steps import forward
+from tonnage.engine.exact.steps import forward, sampling_rows, tile_elements
 from tonnage.engine.family import FAMILIES, Family
 from tonnage.engine.packing import packed_order
+from tonnage.engine.sampling import Sampler
 from tonnage.engine.weights import class_layout, experts_implementation, place_parameters
+from tonnage.errors import InvalidSetting
 from tonnage.hardware import find_card, generic_card
+from tonnage.planner.limits import MAX_LOGPROBS
 from tonnage.terms import Quantity, Rank, StepShape
 from tonnage.units import MiB
 
@@ -134,28 +144,43 @@ def built(config: ModelConfig, family: Family, device: torch.device) -> torch.nn
 
 
 class Step:
-    """One forward and its logits, as the executor runs them, over inputs that were there before."""
+    """One forward and its logits, as the executor runs them, over inputs that were there before; with ``draws`` a
+    token of each row, too: the most probable one, or with everything that a request may ask for."""
 
-    def __init__(self, model: Any, num_tokens: int, logits_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, num_tokens: int, logits_rows: int, device: torch.device, *, draws: str | None = None
+    ) -> None:
         self._model, self._rows = model, logits_rows
         self._ids = torch.randint(0, 900, (1, num_tokens), device=device)
         self._positions = torch.arange(num_tokens, device=device)[None]
         self._places = torch.arange(logits_rows, device=device)
+        self._sampler = Sampler(model.config.vocab_size, tile_elements=tile_elements("cuda"))
+        self._asked = None
+        if draws is not None:
+            self._asked = sampling_rows(
+                logits_rows, num_logprobs=MAX_LOGPROBS, penalties=False, is_plain=draws == "plain"
+            )
 
     @torch.inference_mode()
     def __call__(self) -> None:
         with attending(ResultAlone(), None):  # type: ignore[arg-type]
             found = self._model.base_model(input_ids=self._ids, position_ids=self._positions, use_cache=False)
         hidden = found.last_hidden_state[0]
-        if self._rows:
-            self._model.get_output_embeddings()(hidden.index_select(0, self._places))
+        if not self._rows:
+            return
+        chosen = hidden if self._rows == len(hidden) else hidden.index_select(0, self._places)
+        logits = self._model.get_output_embeddings()(chosen)
+        if self._asked is not None:
+            self._sampler.draw(logits, self._asked)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 
 def card_peaks(step: Callable[[], None]) -> dict[str, int]:
-    """Growth of what torch has allocated and reserved, from an empty cache."""
+    """Growth of what torch has allocated and reserved, from an empty cache. Whatever is made but once, code and the
+    workspaces of libraries, must be there already."""
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -164,6 +189,20 @@ def card_peaks(step: Callable[[], None]) -> dict[str, int]:
     torch.cuda.synchronize()
     after = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return {"allocated": after[0] - before[0], "reserved": after[1] - before[1]}
+
+
+def stage_peaks(model: torch.nn.Module, num_tokens: int, device: torch.device) -> dict[str, int]:
+    """Of the stages that a start probes, by name; "reserved": for all of them one after the other, twice."""
+    stages = {
+        "prefill": Step(model, num_tokens, LOGITS_ROWS, device),
+        "decode": Step(model, LOGITS_ROWS, LOGITS_ROWS, device, draws="plain"),
+        "sampler": Step(model, LOGITS_ROWS, LOGITS_ROWS, device, draws="everything"),
+    }
+    for step in stages.values():
+        step()
+    found = {name: card_peaks(step)["allocated"] for name, step in stages.items()}
+    found["reserved"] = card_peaks(lambda: [step() for _ in range(2) for step in stages.values()])["reserved"]
+    return found
 
 
 def host_peaks(step: Callable[[], None]) -> dict[str, int]:
@@ -219,19 +258,27 @@ def estimates(config: ModelConfig, family: Family, num_tokens: int, logits_rows:
 
 
 def intervals(config: ModelConfig, num_tokens: int) -> dict[str, Quantity]:
-    """What `tonnage plan --exact` prints for the prefill stage of such a step."""
+    """What `tonnage plan --exact` says of what ``stage_peaks`` measures. Raises ``RuntimeError`` where it says nothing.
+
+    A plan sets aside what torch reserves for the stage that holds most; the others run in the same segments.
+    """
     limits = Limits(
-        max_seq_len=num_tokens, max_batch_size=LOGITS_ROWS, max_num_tokens=num_tokens, max_logits_rows=LOGITS_ROWS
+        max_seq_len=num_tokens,
+        max_batch_size=LOGITS_ROWS,
+        max_num_tokens=num_tokens,
+        max_logits_rows=LOGITS_ROWS,
+        max_logprobs=MAX_LOGPROBS,
     )
     try:
         card = find_card(torch.cuda.get_device_name())
-    except Exception:  # noqa: BLE001 - a card that is not in the catalogue, or none: only its kind counts here
+    except InvalidSetting:  # not in the catalogue: only its kind counts here
         card = generic_card(80 * 2**30)
     probe = FakeProbe()
     stages = probe.stages(config, card=card, limits=limits, rank=Rank(), dtype=DTYPE)
     if stages is None:
-        raise SystemExit("\n".join(probe.notes))
-    return {"allocated": stages[0].allocated, "reserved": stages[0].reserved}
+        raise RuntimeError("\n".join(probe.notes))
+    largest = max(stages, key=lambda stage: stage.allocated.bytes)
+    return {**{stage.stage: stage.allocated for stage in stages}, "reserved": largest.reserved}
 
 
 def compared(
@@ -241,36 +288,37 @@ def compared(
     is_card = device == "cuda"
     own = FAMILIES.get(config.model_type)
     family = own if packed and own is not None else Family(model_type=config.model_type)
-    rows = LOGITS_ROWS if is_card else 0
-    peaks = card_peaks if is_card else host_peaks
-    where = torch.device("cuda" if is_card else "cpu")
+    rows, where = LOGITS_ROWS if is_card else 0, torch.device("cuda" if is_card else "cpu")
+    # The plan speaks of what the engine runs: packed where it packs. What it cannot say is told before a card is busy.
+    is_planned = is_card and packed == bool(own and own.packs)
+    told = {size: intervals(config, size) if is_planned else {} for size in sizes}
+    found: list[dict[str, Any]] = [
+        {"case": name, "packed": packed, "tokens": size, **estimates(config, family, size, rows)} for size in sizes
+    ]
     model = built(config, family, where)
-    measured: dict[int, dict[str, Any]] = {size: {} for size in sizes}
     for mode in ("eager", "compiled"):
         if mode == "compiled":
-            torch._dynamo.reset()
             compile_layers(model)
-        for size in sizes:
-            step = Step(model, size, rows, where)
+        for row in found:
+            size = row["tokens"]
             for tokens in (size, size - 8):  # of two sizes, so that the code is for any number of tokens
                 Step(model, tokens, rows, where)()
+            step = Step(model, size, rows, where)
             step()
-            measured[size][mode] = peaks(step)
-            del step
-            gc.collect()
-    found = []
-    for size in sizes:
-        told = {mode: {**measured[size][mode], "estimate": each} for mode, each in
-                estimates(config, family, size, rows).items()}  # fmt: skip
-        row: dict[str, Any] = {"case": name, "packed": packed, "tokens": size, **told}
-        # The plan speaks of what the engine runs: packed where it packs.
-        if is_card and packed == bool(own and own.packs):
-            row["interval"] = {
-                what: [each.low, each.bytes, each.high] for what, each in intervals(config, size).items()
+            row[mode] = {**(card_peaks if is_card else host_peaks)(step), "estimate": row[mode]}
+    for row in found:
+        if told[row["tokens"]]:
+            measured = stage_peaks(model, row["tokens"], where)
+            row["stages"] = {
+                what: {"measured": measured[what], "low": each.low, "best": each.bytes, "high": each.high}
+                for what, each in told[row["tokens"]].items()
             }
-        found.append(row)
         print(sentence(row), flush=True)
     return found
+
+
+def is_inside(stage: Mapping[str, int]) -> bool:
+    return stage["low"] <= stage["measured"] <= stage["high"]
 
 
 def sentence(row: Mapping[str, Any]) -> str:
@@ -281,18 +329,40 @@ def sentence(row: Mapping[str, Any]) -> str:
         told += f" ({seen['allocated'] / estimate['allocated']:.4f}) reserved {seen['reserved'] / MiB:7.0f}"
         told += f" / {estimate['reserved'] / MiB:7.0f}"
     told += f" | {row['compiled']['estimate']['kind']}"
-    for what, (low, _, high) in row.get("interval", {}).items():
-        is_inside = low <= row["compiled"][what] <= high
-        told += f" | {what} {'inside' if is_inside else 'OUTSIDE'} {low / MiB:.0f} to {high / MiB:.0f}"
-        told += f" ({(high - low) / row['interval'][what][1]:.1%} wide)"
+    for what, stage in row.get("stages", {}).items():
+        told += f" | {what} {stage['measured'] / MiB:.1f} {'inside' if is_inside(stage) else 'OUTSIDE'}"
+        told += f" {stage['low'] / MiB:.1f} to {stage['high'] / MiB:.1f}"
+        told += f" ({(stage['high'] - stage['low']) / stage['best']:.1%} wide)"
     return told
 
 
-def main() -> int:
+def tried(name: str, config: ModelConfig, sizes: Sequence[int], *, packed: bool, device: str) -> list[dict[str, Any]]:
+    """``compared``; a case that fails is one row with its "error". Whatever it held is given back."""
+    began = time.perf_counter()
+    try:
+        return compared(name, config, sizes, packed=packed, device=device)
+    except Exception as error:  # noqa: BLE001 - the next case may have more luck, and a card's time is short
+        traceback.print_exc()
+        # The traceback holds every frame, and with them the model.
+        traceback.clear_frames(error.__traceback__)
+        return [{"case": name, "packed": packed, "error": f"{type(error).__name__}: {error}"}]
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        print(f"{name}, {'packed' if packed else 'apart'}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def asked_for() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=None, help="layers of each model, 0 for all (default: a few)")
     options.add_argument("--only", default="", help="names of cases that contain this")
-    asked = options.parse_args()
+    return options.parse_args()
+
+
+def main() -> int:
+    asked = asked_for()
     is_card = asked.device == "cuda"
     if not is_card:
         # For a CPU the compiler writes concatenations out; for a card it computes them where they are read.
@@ -301,27 +371,24 @@ def main() -> int:
         print("there is no card here", file=sys.stderr)
         return 1
     shapes, sizes = (CARD_SHAPES, CARD_TOKENS) if is_card else (HOST_SHAPES, HOST_TOKENS)
-    rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {"dtype": DTYPE, "logits_rows": LOGITS_ROWS if is_card else 0, "rows": []}
     for name, shape in shapes.items():
         if asked.only not in name:
             continue
         changes = {} if asked.layers is None else {"num_hidden_layers": asked.layers or ALL_LAYERS.get(name, 4)}
         config = config_of(name, {**shape, **changes})
         own = FAMILIES.get(config.model_type)
-        for packed in (False, True) if own and own.packs else (False,):
-            rows += compared(name, config, sizes, packed=packed, device=asked.device)
-            gc.collect()
-            if is_card:
-                torch.cuda.empty_cache()
-    outside = [row for row in rows for what, (low, _, high) in row.get("interval", {}).items()
-               if not low <= row["compiled"][what] <= high]  # fmt: skip
-    if is_card:
-        print(f"{len(outside)} of {sum(2 for row in rows if 'interval' in row)} peaks outside their interval")
-    figures = {"dtype": DTYPE, "logits_rows": LOGITS_ROWS if is_card else 0, "rows": rows}
-    file_away(asked.output, figures, commit=asked.commit)
+        # On a card, what the engine runs comes first: nobody knows how long it stays.
+        for packed in sorted({False, bool(own and own.packs)}, reverse=is_card):
+            figures["rows"] += tried(name, config, sizes, packed=packed, device=asked.device)
+            file_away(asked.output, figures, commit=asked.commit)
+    stages = [stage for row in figures["rows"] for stage in row.get("stages", {}).values()]
+    outside = sum(not is_inside(stage) for stage in stages)
+    failed = [row["case"] for row in figures["rows"] if "error" in row]
+    print(f"{outside} of {len(stages)} peaks outside their interval; failed: {', '.join(failed) or 'none'}")
     if asked.output is None:
         print(json.dumps(figures, indent=1))
-    return 1 if outside else 0
+    return 1 if outside or failed else 0
 
 
 #: Layers of the published models, for ``--layers 0``.

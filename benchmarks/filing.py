@@ -14,7 +14,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "cuda-bindings", "cupy-cuda13x", "rmm-cu13", "torch_memory_saver", "numpy")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "cuda-bindings",
+    "cupy-cuda13x",
+    "rmm-cu13",
+    "torch_memory_saver",
+    "numpy",
+)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
