@@ -92,7 +92,8 @@ def coefficient(kind: str) -> Coefficient:
     noun = "layer compiled for" if on == "code" else "measurement on"
     count = f"{len(found)} {noun if len(found) == 1 else noun.replace(' ', 's ', 1)}"
     margin = RESERVED_MARGIN if kind == RESERVED else MARGINS[on]
-    return _around(tuple(record.ratio for record in found), margin, f"by {count} {' and '.join(seen)}")
+    cases = ", ".join(sorted({record.case.split(", ")[0] for record in found}))
+    return _around(tuple(record.ratio for record in found), margin, f"by {count} {' and '.join(seen)} ({cases})")
 
 
 def _around(ratios: tuple[Fraction, ...], margin: Fraction, told: str) -> Coefficient:

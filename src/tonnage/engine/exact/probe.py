@@ -43,13 +43,14 @@ class Seen:
 class FakeProbe:
     """Fills stages for the planner (``planner.predict.StageProbe``). ``notes`` say what it could not run, and why.
 
-    Skeletons and stages are kept: a planner asks again and again. ``compiled``: layers run compiled on a card.
+    Skeletons, traces and stages are kept: a planner asks again and again. ``compiled``: layers run compiled on a card.
     """
 
     def __init__(self, *, compiled: bool = True) -> None:
         self.notes: list[str] = []
         self._compiled = compiled
         self._skeletons: dict[object, Skeleton] = {}
+        self._traces: dict[object, Trace] = {}
         self._stages: dict[object, tuple[StagePeak, ...] | None] = {}
         self._configs: dict[int, ModelConfig] = {}  # kept, so that no other gets the number of one
 
@@ -87,7 +88,7 @@ class FakeProbe:
         decode = StepShape(num_tokens=rows, decode_rows=rows, logits_rows=logits_rows)
         found = []
         for name, step in (("prefill", prefill), ("decode", decode)):
-            trace = forward(skeleton, num_tokens=step.num_tokens, logits_rows=logits_rows)
+            trace = self._trace(skeleton, num_tokens=step.num_tokens, logits_rows=logits_rows)
             found.append(seen_step(name, step, trace, config, is_compiled=is_compiled))
         if shape.has_head and card.kind == "host":
             found[1] = _with_draws(found[1], config, limits, dtype=dtype)
@@ -96,6 +97,12 @@ class FakeProbe:
         is_packed = config.model_type in FAMILIES and bool(FAMILIES[config.model_type].packs)
         reserved = RESERVED if is_packed or not is_compiled else RESERVED_APART
         return _peaks(found, device_kind=card.kind, is_compiled=is_compiled, reserved_kind=reserved)
+
+    def _trace(self, skeleton: Skeleton, *, num_tokens: int, logits_rows: int) -> Trace:
+        key = (skeleton, num_tokens, logits_rows)
+        if key not in self._traces:
+            self._traces[key] = forward(skeleton, num_tokens=num_tokens, logits_rows=logits_rows)
+        return self._traces[key]
 
     def _skeleton(self, config: ModelConfig, rank: Rank, dtype: str) -> Skeleton:
         key = (id(config), rank, dtype)

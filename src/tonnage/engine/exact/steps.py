@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ def forward(skeleton: Skeleton, *, num_tokens: int, logits_rows: int) -> Trace:
     return tracer.trace
 
 
+@lru_cache(maxsize=16)  # a search for limits that fit changes the tokens of a step, not its rows
 def sampling(
     *,
     hidden_bytes: int,
@@ -58,7 +60,7 @@ def sampling(
     is_plain: bool = False,
 ) -> Trace:
     """Rows of logits, and a draw from each with everything that a request may ask for; ``is_plain``: of the most
-    probable token, with nothing else. The step's hidden states stay beside them."""
+    probable token, with nothing else. The step's hidden states stay beside them. Equal questions share one trace."""
     tables = _tables(logits_rows, vocab_size) if penalties else None
     logits, tracer = _logits(logits_rows, vocab_size, dtype)
     asked = sampling_rows(
