@@ -20,7 +20,7 @@ from tonnage.costs.config import ModelConfig
 from tonnage.engine.attend import ATTENTION_NAME, attending, register_attention
 from tonnage.engine.exact import FakeProbe
 from tonnage.engine.exact import probe as probes
-from tonnage.engine.exact.coefficients import coefficient, records
+from tonnage.engine.exact.coefficients import records
 from tonnage.engine.exact.fusion import compiled_events
 from tonnage.engine.exact.probe import reserved_by, seen_step
 from tonnage.engine.exact.skeleton import Skeleton
@@ -318,6 +318,7 @@ def test_a_stage_without_a_head_has_no_logits():
     [
         ({**LLAMA, "model_type": "llama_of_tomorrow"}, Rank(), "no class for the model type"),
         ({**LLAMA, "intermediate_size": 14_338}, Rank(size=8, tp=8), "cannot be shared by 8 ranks"),
+        ({"model_type": "gpt2"}, Rank(size=4, tp=4), "it makes heads of 512 where 128 is asked"),
         (LLAMA, Rank(size=2, cp=2), "no config.json describes"),
         ({**LLAMA, "num_attention_heads": 7, "num_key_value_heads": 3}, Rank(), "its class stopped"),
     ],
@@ -359,6 +360,18 @@ def test_a_class_that_logs_its_failure_is_told_once():
     assert state() == before
 
 
+def test_quantised_weights_are_run_as_plain_ones_and_told():
+    probe = FakeProbe()
+    config = replace(LLAMA_8B, raw={**LLAMA_8B.raw, "quantization_config": {"quant_method": "fp8"}})
+    plain, quantised = (
+        FakeProbe().stages(LLAMA_8B, card=H200, limits=limits(64), rank=Rank(), dtype="bfloat16"),
+        probe.stages(config, card=H200, limits=limits(64), rank=Rank(), dtype="bfloat16"),
+    )
+    assert plain == quantised
+    (note,) = probe.notes
+    assert "as if its weights were plain" in note
+
+
 def test_recurrent_layers_are_left_to_closed_forms():
     config = ModelConfig.from_dict({"model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 3,
                                     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
@@ -367,23 +380,3 @@ def test_recurrent_layers_are_left_to_closed_forms():
     probe = FakeProbe()
     assert probe.stages(config, card=H200, limits=limits(32), rank=Rank(), dtype="bfloat16") is None
     assert "recurrent" in probe.notes[0]
-
-
-def test_an_interval_cut_off_above_keeps_its_margin_below():
-    """What runs uncompiled is a bound; an estimate at the bound is no better known for that."""
-    attention = coefficient("attention")
-    assert attention.low > 1
-    cut = attention.of(10**9, at_most=10**9, told="")
-    assert (cut.bytes, cut.high) == (10**9, 10**9)
-    assert cut.low == 10**9 * (1 - attention.margin)
-    free = attention.of(10**9, at_most=None, told="")
-    assert free.low == int(attention.low * 10**9)
-
-
-def test_a_kind_that_nobody_measured_has_the_widest_margin():
-    nothing = coefficient("a phase of tomorrow")
-    assert (nothing.low, nothing.best, nothing.high) == (1 - (nothing.high - 1), 1, nothing.high)
-    measured = coefficient("feed-forward")
-    assert nothing.high > coefficient("packed feed-forward").high > measured.high > 1
-    assert measured.told.endswith("NVIDIA H200, 2026-11-29 (Llama-3.1-8B)")
-    assert all((ROOT / record.result).is_file() for record in records())

@@ -63,6 +63,10 @@ class FakeProbe:
     ) -> tuple[StagePeak, ...] | None:
         """The stages of a step in the order of the engine's own probes; None where the class cannot be run."""
         self._configs[id(config)] = config
+        if config.raw.get("quantization_config"):
+            self._note(
+                f"--exact runs {config.name} as if its weights were plain: what unpacks quantised ones is left out"
+            )
         # What a step holds does not depend on the other limits, which a search for a plan changes.
         sizes = (limits.max_num_tokens, limits.max_logits_rows, limits.max_logprobs)
         key = (id(config), card.kind, rank, dtype, sizes, limits.prompt_logprobs, limits.penalties)
@@ -187,7 +191,7 @@ def _sampled(
         hidden_bytes = _hidden_bytes(config, limits.max_num_tokens, dtype)
         traces.append(("prompt log-probs", prefill, prompt_logprobs(hidden_bytes=hidden_bytes, **common)))  # type: ignore[arg-type]
     hidden_bytes = _hidden_bytes(config, rows, dtype)
-    drawn = sampling(hidden_bytes=hidden_bytes, penalties=limits.penalties, **common)  # type: ignore[arg-type]
+    drawn = sampling(hidden_bytes=hidden_bytes, penalties=limits.penalties, **common)
     traces.append(("sampler", decode, drawn))
     found = []
     for name, shape, trace in traces:

@@ -140,6 +140,8 @@ def _on_meta(config: ModelConfig, *, dtype: str, tp: int) -> torch.nn.Module:
             if "experts implementation" not in str(error):
                 raise
             raise Unrunnable("its class runs every expert over every token, which no engine does") from None
+    if tp > 1:
+        _check_heads(model, text.head_dim, tp)
     for module in model.modules():
         # Embeddings that look at how long a text is would ask a tensor; they keep what they have.
         if isinstance(getattr(module, "rope_type", None), str):
@@ -171,6 +173,17 @@ def _cut(text: Any, tp: int) -> Any:
         setattr(text, name, max(1, width // tp))
     text.head_dim = head_dim
     return text
+
+
+def _check_heads(model: torch.nn.Module, head_dim: int, tp: int) -> None:
+    """Older classes make heads of the hidden size alone: with fewer of them, each is wider, and nothing is shared."""
+    for name, module in model.named_modules():
+        found = getattr(module, "head_dim", getattr(module, "head_size", None))
+        last = name.rpartition(".")[2]
+        if ("attn" in last or "attention" in last) and isinstance(found, int) and found != head_dim:
+            raise Unrunnable(
+                f"its class cannot be shared by {tp} ranks: it makes heads of {found} where {head_dim} is asked"
+            )
 
 
 def _drop_layers(model: Any, numbers: Sequence[int], *, most: int) -> torch.nn.ModuleList:

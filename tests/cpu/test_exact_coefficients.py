@@ -1,0 +1,29 @@
+"""Intervals around estimates: what they rest on, and how far they reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tonnage.engine.exact.coefficients import coefficient, records
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_interval_cut_off_above_keeps_its_margin_below():
+    """What runs uncompiled is a bound; an estimate at the bound is no better known for that."""
+    attention = coefficient("attention")
+    assert attention.low > 1
+    cut = attention.of(10**9, at_most=10**9, told="")
+    assert (cut.bytes, cut.high) == (10**9, 10**9)
+    assert cut.low == 10**9 * (1 - attention.margin)
+    free = attention.of(10**9, at_most=None, told="")
+    assert free.low == int(attention.low * 10**9)
+
+
+def test_a_kind_that_nobody_measured_has_the_widest_margin():
+    nothing = coefficient("a phase of tomorrow")
+    assert (nothing.low, nothing.best, nothing.high) == (1 - (nothing.high - 1), 1, nothing.high)
+    measured = coefficient("feed-forward")
+    assert nothing.high > coefficient("packed feed-forward").high > measured.high > 1
+    assert measured.told.endswith("NVIDIA H200, 2026-11-29 (Llama-3.1-8B)")
+    assert all((ROOT / record.result).is_file() for record in records())
