@@ -1,0 +1,65 @@
+"""The benchmark that judges exact plans runs the steps that they count, and outlives a case that fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tonnage.engine.exact.steps import sampling, tile_elements
+from tonnage.engine.exact.trace import top_of
+from tonnage.engine.family import FAMILIES
+from tonnage.engine.tracker import StorageTracker
+from tonnage.planner.limits import MAX_LOGPROBS
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+TOKENS, ROWS = 64, 16
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, BENCHMARKS)
+    try:
+        import exact_peaks
+    finally:
+        sys.path.remove(BENCHMARKS)
+    return exact_peaks
+
+
+def peak(step, known) -> int:
+    with StorageTracker(known) as tracker:
+        step()
+    return tracker.peak_bytes
+
+
+def test_its_steps_take_what_plans_count(bench):
+    """A prefill and a decode with everything asked of the sampler, uncompiled, on the host."""
+    name, host = "llama", torch.device("cpu")
+    config = bench.config_of(name, {**bench.HOST_SHAPES[name], "num_hidden_layers": 2, "vocab_size": 50_000})
+    model = bench.built(config, FAMILIES[config.model_type], host)
+    known = [*model.parameters(), *model.buffers()]
+    told = bench.estimates(config, FAMILIES[config.model_type], TOKENS, ROWS)["eager"]["allocated"]
+    assert peak(bench.Step(model, TOKENS, ROWS, host), known) == pytest.approx(told, rel=0.01)
+    drawn = sampling(
+        hidden_bytes=ROWS * config.hidden_size * 2,
+        logits_rows=ROWS,
+        vocab_size=config.vocab_size,
+        dtype=bench.DTYPE,
+        num_logprobs=MAX_LOGPROBS,
+        penalties=False,
+        tile_elements=tile_elements("cuda"),
+    )
+    step = bench.Step(model, ROWS, ROWS, host, draws="everything")
+    assert peak(step, known) == pytest.approx(top_of(drawn.events).num_bytes, rel=0.01)
+
+
+def test_a_case_that_fails_is_a_row(bench, capsys):
+    config = bench.config_of("broken", {**bench.HOST_SHAPES["llama"], "hidden_act": "no such function"})
+    (row,) = bench.tried("broken", config, (64,), packed=False, device="cpu")
+    assert row["case"] == "broken"
+    assert row["error"].startswith("KeyError")
+    out, err = capsys.readouterr()
+    assert "broken, apart" in out
+    assert "KeyError" in err
