@@ -130,3 +130,18 @@ def test_torch_may_be_missing(tonnage: Program, monkeypatch: pytest.MonkeyPatch)
     assert "tonnage plan --exact needs the engine's libraries, and 'torch' is not installed" in ended.err
     assert "pip install 'tonnage[engine]'" in ended.err
     assert tonnage("plan", FOLDER, "--device", "H200").code == 0
+
+
+def test_libraries_may_not_fit_together(tonnage: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def other_version(name: str, *args: Any, **how: Any) -> Any:
+        if name == "tonnage.engine.exact":
+            raise ImportError("cannot import name 'AttentionInterface'", name="transformers")
+        return real(name, *args, **how)
+
+    monkeypatch.setattr(builtins, "__import__", other_version)
+    ended = tonnage("plan", FOLDER, "--device", "H200", "--exact")
+    assert (ended.code, ended.out) == (2, "")
+    assert "cannot load the engine's libraries: cannot import name 'AttentionInterface'" in ended.err
+    assert "pip install 'tonnage[engine]'" in ended.err
