@@ -25,10 +25,13 @@ def told(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
     return capsys.readouterr()
 
 
-def test_the_table(capsys):
-    out, _ = told(capsys, LLAMA)
+def test_the_table_comes_again_from_a_file(capsys, tmp_path):
+    kept = str(tmp_path / "plan.json")
+    out, _ = told(capsys, LLAMA, "--output", kept)
     for piece in ("Peaks of the stages", "prefill", "decode", "sampler", "between", "868", "1.13 GiB", "fake tensors"):
         assert piece in out
+    assert main(["report", kept]) == 0
+    assert capsys.readouterr().out == out
 
 
 def test_the_json_has_every_stage_with_its_interval(capsys):

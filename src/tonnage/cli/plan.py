@@ -98,10 +98,6 @@ def show_table(made: MemoryPlan, planning: Planning, card: Card) -> None:
     from tonnage.report.table import show_plan
 
     show_plan(made, console_for(sys.stdout))
-    if planning.probe is not None:
-        from tonnage.report.peaks import show_peaks
-
-        show_peaks(made.stages, console_for(sys.stdout))
     if planning.rank.pp > 1:
         from tonnage.report.stages import show_stages
 

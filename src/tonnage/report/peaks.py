@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tonnage.report.draw import grid, hanging, maybe_bytes, show, spread
-from tonnage.terms import Quantity, StagePeak
+from tonnage.report.draw import grid, hanging, maybe_bytes, spread
+from tonnage.terms import MemoryPlan, Quantity, Source, StagePeak
 from tonnage.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
 
 
-def show_peaks(stages: Sequence[StagePeak], console: Console) -> None:
-    """Print the table, and under it how each figure is known."""
-    console.print()
-    show([peaks_table(stages), refs_text(stages, console.width)], console)
+def peaks_parts(plan: MemoryPlan, width: int) -> list[RenderableType]:
+    """The table, and under it how each figure is known; empty for a plan whose peaks were not counted on a forward."""
+    if not any(stage.allocated.source is Source.SIMULATED for stage in plan.stages):
+        return []
+    return [peaks_table(plan.stages), refs_text(plan.stages, width)]
 
 
 def peaks_table(stages: Sequence[StagePeak]) -> Table:

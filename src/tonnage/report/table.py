@@ -11,6 +11,7 @@ from tonnage.config import Origin, Setting
 from tonnage.layout import KVGroupKind, group_families
 from tonnage.report.draw import COLOURS, PIPED_WIDTH, grid, hanging, plural, share, show, slice_bar, spread
 from tonnage.report.flags import flags_text
+from tonnage.report.peaks import peaks_parts
 from tonnage.report.plan_json import bytes_per_token
 from tonnage.terms import KVPool, Line, MemoryPlan, Step
 from tonnage.units import format_bytes
@@ -51,7 +52,7 @@ def plan_parts(plan: MemoryPlan, console: Console) -> list[RenderableType]:
     if plan.warnings:
         parts.append(warnings_text(plan, console.width))
     parts.append(flags_text(plan, console.width))
-    return parts
+    return [*parts, *peaks_parts(plan, console.width)]
 
 
 def header(plan: MemoryPlan, width: int) -> Text:
