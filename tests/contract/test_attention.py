@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tonnage.attention import BACKENDS, make_backend
+from tonnage.attention import BACKENDS, FLASHINFER, make_backend
 from tonnage.attention.base import FEATURES, Row, Rows
 from tonnage.attention.flashinfer_modules import Variant, is_built
 from tonnage.attention.pages import Pages
@@ -48,7 +48,7 @@ as_numpy_lets_it = pytest.mark.filterwarnings("ignore:Conversion of an array wit
 ON_CPU = {"sdpa": (), "triton": (on_cpu_by_interpreter, as_numpy_lets_it)}
 ON_CARD = [pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in BACKENDS]
 #: Dtype and head dim of backends that have not those of the others, and how far off half precision may be.
-KINDS = {"flashinfer": (torch.bfloat16, 128)}
+KINDS = dict.fromkeys(("flashinfer", "paired"), (torch.bfloat16, 128))
 SMALL, HALF_BOUND = (torch.float32, 16), 0.03
 PLACES = [pytest.param(name, "cpu", id=name, marks=marks) for name, marks in ON_CPU.items()] + ON_CARD
 everywhere = pytest.mark.parametrize(("backend", "device"), PLACES)
@@ -111,7 +111,7 @@ def require_kernels(backend: str, world: World) -> None:
             has_window=window is not None or "window" in world.features,
             has_softcap="softcap" in world.features,
         )
-        if backend == "flashinfer" and "sinks" not in world.features and not is_built(variant):
+        if backend in FLASHINFER and "sinks" not in world.features and not is_built(variant):
             pytest.skip(f"not compiled: {variant.file_name('fa2')} (scripts/build_flashinfer.py)")
 
 

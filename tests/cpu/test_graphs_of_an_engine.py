@@ -23,7 +23,7 @@ def target(folder, graphs: Setting[str], **options) -> Target:
 
 
 def test_sizes_reach_the_limits_of_an_engine_whose_backend_captures(folder, monkeypatch):
-    monkeypatch.setattr("tonnage.engine.target.require_triton", lambda device_kind: None)  # nothing is run here
+    monkeypatch.setattr("tonnage.engine.target.require_triton", lambda *_: None)  # nothing is run here
     for text, made in (("x2", (1, 2, 4, 8)), ("off", ()), ("auto", (1, 2, 4, 8)), ("3,5", (3, 5))):
         assert target(folder, Setting(text), device="cuda", attention="triton").limits.graph_batch_sizes == made
 

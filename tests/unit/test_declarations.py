@@ -105,7 +105,7 @@ def test_an_empty_step_needs_nothing(backend, attention):
 
 
 def test_an_unknown_backend_lists_the_known():
-    with pytest.raises(InvalidSetting, match="sdpa, flashinfer, fa3, triton, trtllm"):
+    with pytest.raises(InvalidSetting, match="sdpa, flashinfer, fa3, triton, paired, trtllm"):
         declare("flash9", **SHAPE)
 
 
@@ -274,6 +274,12 @@ class TestTriton:
 
 def test_a_card_whose_multiprocessors_are_unknown_is_taken_for_a_large_one():
     assert (num_sms(H200), num_sms(HOST)) == (132, MOST_SMS)
+
+
+def test_a_pair_declares_what_both_do_on_one_scratch():
+    both = declare_for("paired", LLAMA)
+    assert both == (*declare_for("triton", LLAMA), *declare_for("flashinfer", LLAMA))
+    assert {scratch.share for scratch in both} == {"attention"}
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flashinfer", "fa3", "triton"])

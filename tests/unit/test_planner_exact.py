@@ -18,9 +18,9 @@ from tonnage.config import LimitKnobs, Limits, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.hardware import Card, find_card
 from tonnage.planner import plan_ranks, plan_without_device
-from tonnage.report.peaks import show_peaks
 from tonnage.report.plan_json import parse_plan, plan_text
-from tonnage.terms import LineKind, Quantity, Rank, Source, StagePeak, StepShape
+from tonnage.report.table import show_plan
+from tonnage.terms import LineKind, MemoryPlan, Quantity, Rank, Source, StagePeak, StepShape
 from tonnage.units import GiB, MiB
 
 Program = Callable[..., Ended]
@@ -107,12 +107,24 @@ def test_a_plan_keeps_its_stages_in_a_file():
     assert made.bytes_of(LineKind.TRANSIENT) > 64 * MiB
 
 
-def test_the_table_has_intervals_and_how_they_are_known():
-    made = plan_without_device(LLAMA, card=H200, limit_knobs=limit(1000), probe=Fake())
+def shown(plan: MemoryPlan) -> str:
     stream = io.StringIO()
-    show_peaks(made.stages, Console(file=stream, width=100))
-    told = stream.getvalue()
-    for piece in ("prefill", "1,000", "1000 MiB", "900 MiB – 1.07 GiB", "1.95 GiB", "prefill: by a fake."):
+    show_plan(plan, Console(file=stream, width=100))
+    return stream.getvalue()
+
+
+def test_the_table_has_intervals_and_how_they_are_known():
+    assert "Peaks of the stages" not in shown(plan_without_device(LLAMA, card=H200))
+    told = shown(plan_without_device(LLAMA, card=H200, limit_knobs=limit(1000), probe=Fake()))
+    for piece in (
+        "Peaks of the stages",
+        "prefill",
+        "1,000",
+        "1000 MiB",
+        "900 MiB – 1.07 GiB",
+        "1.95 GiB",
+        "prefill: by a fake.",
+    ):
         assert piece in told, told
 
 

@@ -22,7 +22,10 @@ BACKENDS: dict[str, str] = {
     "sdpa": "tonnage.attention.sdpa:SdpaBackend",
     "triton": "tonnage.attention.triton:TritonBackend",
     "flashinfer": "tonnage.attention.flashinfer:FlashInferBackend",
+    "paired": "tonnage.attention.paired:PairedBackend",
 }
+#: Backends whose kernels are Triton's, and those whose are FlashInfer's, compiled.
+TRITON, FLASHINFER = ("triton", "paired"), ("flashinfer", "paired")
 
 
 def check_backend(name: str) -> None:
@@ -31,13 +34,13 @@ def check_backend(name: str) -> None:
         raise InvalidSetting("attention", name, "no such backend", remedy=f"use one of {', '.join(BACKENDS)}")
 
 
-def require_triton(device_kind: str) -> None:
+def require_triton(name: str, device_kind: str) -> None:
     """Raise ``InvalidSetting`` where Triton's kernels cannot run: before a byte of the model is read."""
     remedy = "use sdpa" if device_kind == "host" else "use sdpa, or install it"
     if importlib.util.find_spec("triton") is None:
-        raise InvalidSetting("attention", "triton", "the package triton is not installed", remedy=remedy)
+        raise InvalidSetting("attention", name, "the package triton is not installed", remedy=remedy)
     if device_kind == "host" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidSetting("attention", "triton", "runs on a CUDA device, not on cpu", remedy=remedy)
+        raise InvalidSetting("attention", name, "runs on a CUDA device, not on cpu", remedy=remedy)
 
 
 def make_backend(name: str, pool: torch.Tensor | Pages) -> Backend:

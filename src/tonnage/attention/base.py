@@ -24,8 +24,8 @@ Table: TypeAlias = npt.NDArray[np.int32]
 
 #: What a layer may ask of attention beyond causal softmax over grouped heads, and which backends of ours have it.
 FEATURES: dict[str, tuple[str, ...]] = {
-    "window": ("sdpa", "triton", "flashinfer"),
-    "softcap": ("sdpa", "triton", "flashinfer"),
+    "window": ("sdpa", "triton", "flashinfer", "paired"),
+    "softcap": ("sdpa", "triton", "flashinfer", "paired"),
     "sinks": ("sdpa", "triton"),
 }
 

@@ -183,7 +183,9 @@ class ServingOptions:
     """Where the engine runs, and how it schedules."""
 
     device: Annotated[Text, option("--device", "NAME", "cpu (default), cuda, or cuda:1.")] = None
-    attention: Annotated[Text, option("--attention", "NAME", "auto (default), sdpa, or triton.")] = None
+    attention: Annotated[
+        Text, option("--attention", "NAME", "auto (default), sdpa, triton, flashinfer, or paired (both).")
+    ] = None
     admission: Annotated[
         Text,
         option("--admission", "POLICY", "optimistic (default): expected lengths, suspends; reserve_all: whole lives."),

@@ -52,11 +52,17 @@ def _sdpa(shape: AttentionShape) -> tuple[Scratch, ...]:
     )
 
 
+def _paired(shape: AttentionShape) -> tuple[Scratch, ...]:
+    """Both backends' own, of one share: each step is done by one of the two."""
+    return (*triton_decode.declare(shape), *flashinfer.declare(shape))
+
+
 BACKENDS: Mapping[str, Backend] = {
     "sdpa": Backend(declare=_sdpa, reads="copies its pages into a tile of bounded size"),
     "flashinfer": Backend(declare=flashinfer.declare, reads="reads its pages where they lie"),
     "fa3": Backend(declare=fa3.declare, reads="reads its pages where they lie"),
     "triton": Backend(declare=triton_decode.declare, reads="reads its pages where they lie"),
+    "paired": Backend(declare=_paired, reads="reads its pages where they lie"),
     "trtllm": Backend(declare=trtllm_mla.declare, reads="expands the past of latent layers and reads other pages"),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tonnage.attention import check_backend, require_triton
+from tonnage.attention import FLASHINFER, TRITON, check_backend, require_triton
 from tonnage.attention.choice import choose
 from tonnage.attention.flashinfer_modules import refuse_missing_modules, refuse_other_devices, variants_of
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
@@ -41,7 +41,7 @@ from tonnage.terms import Claim, Measured, MemoryPlan, Quantity, Rank, Scratch
 from tonnage.units import ceil_div, format_bytes
 
 #: Attention backends whose decodes can be captured in CUDA graphs.
-CAPTURING = ("triton", "flashinfer")
+CAPTURING = ("triton", "flashinfer", "paired")
 #: Whatever a tokenizer of transformers is read from.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 #: Dtypes in which the CPU kernels of torch run a whole decoder.
@@ -71,8 +71,8 @@ class Target:
         """Raises the ``UserError`` of whatever cannot run: model, dtype, limits, knobs."""
         check_knobs(options.knobs)
         check_backend(options.attention_backend)
-        if options.attention == "triton":
-            require_triton(options.device_kind)
+        if options.attention in TRITON:
+            require_triton(options.attention, options.device_kind)
         captures = options.device_kind == "cuda" and options.attention_backend in CAPTURING
         refuse_planned_only(options.knobs, options.limit_knobs)
         if options.reference is not None:
@@ -237,7 +237,7 @@ def _attention(options: EngineOptions, config: ModelConfig, dtype: str) -> str:
     variants = variants_of(config, dtype=dtype)
     if options.attention == AUTO:
         return choose(options.device_kind, variants)
-    if options.attention == "flashinfer":
+    if options.attention in FLASHINFER:
         refuse_other_devices(options.device)
         for variant in variants:
             refuse_missing_modules(variant)
