@@ -378,3 +378,12 @@ def test_a_flag_that_is_gone_is_a_warning_where_the_release_is_a_guess() -> None
     asked = LintAsked(engine=None, card=H100, models={})
     (found,) = lint(commands_in("vllm serve m --swap-space 4"), file="a.sh", asked=asked)
     assert {each.code: each.severity for each in found.findings}["TN005"] is Severity.WARNING
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "is_told"),
+    [("-dp 2 -tp 4", "qwen3-30b-a3b", True), ("-dp 2", "qwen3-30b-a3b", False), ("-tp 4", "qwen3-30b-a3b", False),
+     ("-dp 2 -tp 4", "llama-3.1-8b", False)],
+)  # fmt: skip
+def test_experts_that_groups_share_are_told_to_be_counted_whole(model, flags: str, name: str, is_told: bool) -> None:
+    assert ("TN045" in codes(f"vllm serve m {flags}", model(name))) is is_told

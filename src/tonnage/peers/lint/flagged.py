@@ -12,6 +12,7 @@ from tonnage.peers.commands.invocation import close_to
 from tonnage.peers.commands.meaning import draft_model
 from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
+from tonnage.peers.lint.parallel import overstates
 from tonnage.peers.version import Version
 from tonnage.peers.which import find_known, is_beyond
 
@@ -122,6 +123,15 @@ def weights(case: Case) -> Iterator[Finding]:
             severity=Severity.WARNING,
             what=f"--quantization {quantised}: the checkpoint is not quantised, and is counted as it is stored",
             why="what is quantised as it is loaded takes less, and the cache will be larger than predicted",
+        )
+    parallel = case.parallel()
+    if case.engine == "vllm" and overstates(parallel, case.config):
+        groups = f"{parallel.dp} data-parallel groups of {parallel.tp} ranks"
+        yield Finding(
+            code="TN045",
+            severity=Severity.NOTE,
+            what=f"{groups} share the experts, which are counted for each group",
+            why="the weights are less than predicted, and the cache is larger",
         )
 
 

@@ -61,10 +61,10 @@ def rank_of(parallel: Parallel, config: ModelConfig, *, stage: int = 0) -> Rank:
     """The first rank of a pipeline stage, in our terms.
 
     vLLM's data-parallel ranks of one tensor rank each share a model of experts among them: to us that is attention in
-    parallel over requests, on ranks that split the rest. Other mixtures of the two are taken without the sharing,
-    which overstates the weights of experts.
+    parallel over requests, on ranks that split the rest. Other mixtures of the two (``overstates``) are taken without
+    the sharing.
     """
-    has_experts = any(isinstance(layer.feed_forward, Experts) for layer in config.layers)
+    has_experts = _has_experts(config)
     tp, ep, inside = parallel.tp, parallel.ep, parallel.attention_dp
     if not inside and parallel.dp > 1 and tp == 1 and has_experts:
         tp, inside = parallel.dp, True
@@ -72,6 +72,16 @@ def rank_of(parallel: Parallel, config: ModelConfig, *, stage: int = 0) -> Rank:
     ep = ep if has_experts and ep >= 1 and group % ep == 0 else group if has_experts and ep > group else 1
     rank = Rank(size=group * parallel.pp, tp=tp, pp=parallel.pp, cp=parallel.cp, ep=ep, attention_dp=inside)
     return replace(rank, index=stage * group)
+
+
+def overstates(parallel: Parallel, config: ModelConfig) -> bool:
+    """Whether groups of several ranks share experts that ``rank_of`` counts for each group: vLLM splits those over all
+    ranks of all groups."""
+    return parallel.dp > 1 and parallel.tp > 1 and not parallel.attention_dp and _has_experts(config)
+
+
+def _has_experts(config: ModelConfig) -> bool:
+    return any(isinstance(layer.feed_forward, Experts) for layer in config.layers)
 
 
 def _size(settings: Mapping[str, object], name: str) -> int:
