@@ -86,3 +86,9 @@ def test_names_say_their_unit(name):
     words = set(re.split(r"[._]", name.lower().removesuffix("s")))
     banned = sorted(words & set(BANNED_WORDS))
     assert not banned, f"{name}: instead of {banned[0]!r} say {BANNED_WORDS[banned[0]]}"
+
+
+def test_no_two_test_files_have_one_name():
+    """They are modules without packages: of two of one name pytest can only collect one, as ``make test-gpu`` would."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))

@@ -1,7 +1,7 @@
 """The cache while blocks are on their way from the host, when their waiter has left, and when they do not come; and
 what eviction, retention and roll-backs leave behind.
 
-Slabs remember the text that was written (``kv_cases``), and those of ``test_kv_layouts`` get it as late as they may.
+Slabs remember the text that was written (``kv_cases``), and those of ``test_kv_late_copies`` get it as late as they may.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import kv_cases
 import numpy as np
 import pytest
 from kv_cases import Slabs, ask, check_entries, compute, group, launch, run, serve, state, step, window
-from test_kv_layouts import LateSlabs, injected
+from test_kv_late_copies import LateSlabs, injected
 
 from cache_bench import Bench
 from tonnage.caching import DEFAULT_PRIORITY
