@@ -1,7 +1,7 @@
 """The cache while blocks are on their way from the host, when their waiter has left, and when they do not come; and
 what eviction, retention and roll-backs leave behind.
 
-Slabs remember the text that was written (``kv_cases``), and those of ``test_kv_late_copies`` get it as late as they may.
+Slabs remember the text that was written (``kv_cases``); those of ``test_kv_late_copies`` get it as late as they may.
 """
 
 from __future__ import annotations
