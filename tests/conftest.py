@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import tempfile
 from collections import Counter
 
 import pytest
@@ -32,8 +34,25 @@ def _no_model() -> str | None:
 
 
 def _no_browser() -> str | None:
-    found = any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
-    return None if found else "no chromium on the path"
+    """Installed is not enough: in some containers Chromium does not start."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        return "no Chromium is installed"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        argv = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={profile}",
+            "--dump-dom",
+            "about:blank",
+        ]
+        try:
+            subprocess.run(argv, check=True, capture_output=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as fault:
+            return f"Chromium does not start here ({type(fault).__name__})"
+    return None
 
 
 @pytest.fixture(scope="module")
