@@ -101,14 +101,17 @@ def planner_names() -> list[str]:
 
 
 def _planner_lines(rows: Sequence[PoolRow]) -> Iterator[list[str]]:
-    """Other planners on the same rows, those that they answer."""
+    """Other planners on the same rows, those that they answer, and under each what is told here of those."""
     for name in planner_names():
         pools = {row.id: _planners()[row.id][name]["pool_gib"] for row in rows}
-        errors = [abs(pools[row.id] / row.logged - 1) for row in rows if pools[row.id] is not None]
+        answered = [row for row in rows if pools[row.id] is not None]
+        errors = [abs(pools[row.id] / row.logged - 1) for row in answered]
         yield [
             name, str(len(errors)), f"{percentile(errors, 0.5):.2%}", f"{percentile(errors, 0.9):.2%}",
             f"{max(errors):.1%}", "-", "-",
         ]  # fmt: skip
+        if len(answered) < len(rows):
+            yield _line(f"the rows that {name} answers, here", answered)
 
 
 def _pools() -> Iterator[str]:
