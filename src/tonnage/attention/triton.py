@@ -11,7 +11,6 @@ and an eager step of as many rows gives the same bits. Partial outputs are the o
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tonnage.attention import require_triton
 from tonnage.attention.append import append, next_power_of_2
 from tonnage.attention.base import Row, Rows
 from tonnage.attention.fresh import Run, attend, runs_of
@@ -347,12 +347,7 @@ def _query_blocks(spans: np.ndarray, is_fresh: np.ndarray, queries: int) -> tupl
 
 def _require_runnable(pages: Pages) -> None:
     remedy, pool = "use sdpa", pages.slabs
-    if importlib.util.find_spec("triton") is None:
-        raise InvalidSetting("attention", "triton", "the package triton is not installed", remedy=remedy)
-    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    if pool.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise InvalidSetting("attention", "triton", f"runs on a CUDA device, not on {pool.device}", remedy=remedy)
+    require_triton("triton", "cuda" if pool.device.type == "cuda" else "host")
     if pages.head_dim > MOST_HEAD_DIM:
         what = f"has heads of at most {MOST_HEAD_DIM}, the model's are {pages.head_dim} wide"
         raise InvalidSetting("attention", "triton", what, remedy=remedy)

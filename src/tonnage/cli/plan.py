@@ -121,10 +121,11 @@ def write_files(
     """The plan as JSON, and as a page with the plans around it. Raises ``InputError`` where one cannot be written."""
     from tonnage.report import plan_text, write_file
 
+    page = None if html is None else _page_text(made, planning, card)  # what fails here leaves neither file
     if output is not None:
         write_file(output, plan_text(made), force=force, flag="--output")
-    if html is not None:
-        write_file(html, _page_text(made, planning, card), force=force, flag="--html")
+    if html is not None and page is not None:
+        write_file(html, page, force=force, flag="--html")
 
 
 def _page_text(made: MemoryPlan, planning: Planning, card: Card) -> str:

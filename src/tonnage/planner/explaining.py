@@ -16,6 +16,10 @@ from tonnage.peers.which import find_known
 from tonnage.planner.linting import LintAsked, case_of, version_of
 from tonnage.units import GiB
 
+_TOTAL = "total_gpu_memory"
+#: Messages of failures print the total in hundredths of a GiB.
+_ROUNDING = GiB // 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainAsked:
@@ -69,14 +73,9 @@ def _version(command: Command, asked: ExplainAsked) -> Version:
     return version
 
 
-_TOTAL = "total_gpu_memory"
-#: Messages of failures print the total in hundredths of a GiB.
-_ROUNDING = GiB // 200
-
-
 def _card(log: Log) -> Card:
     """The card whose total the log tells; where several are of that size, a card of the size and nothing else."""
-    figure = log.figure("total_gpu_memory")
+    figure = log.figure(_TOTAL)
     failed = next((each.numbers[_TOTAL] for each in log.failures if _TOTAL in each.numbers), None)
     total = failed if figure is None else figure.value
     if total is None:
