@@ -115,10 +115,10 @@ def is_slice(name: str) -> bool:
     return " MIG " in name
 
 
-def is_integrated(api: CudaApi, device: Any) -> bool:
-    """Whether its memory is the host's (GB10, Jetson). No driver that does not tell is believed to share it."""
-    known = getattr(api.module.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_INTEGRATED", None)
-    return known is not None and bool(api.call("cuDeviceGetAttribute", known, device))
+def attribute(api: CudaApi, device: Any, name: str) -> int:
+    """An attribute of a device, such as INTEGRATED (its memory is the host's); 0 where the bindings do not know it."""
+    known = getattr(api.module.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    return 0 if known is None else int(api.call("cuDeviceGetAttribute", known, device))
 
 
 def visible_devices() -> str:

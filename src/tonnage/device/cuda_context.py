@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tonnage.device.cuda_api import device_name, device_uuid, is_integrated, load_api, visible_devices
+from tonnage.device.cuda_api import attribute, device_name, device_uuid, load_api, visible_devices
 from tonnage.device.machine import host_memory
 from tonnage.errors import DeviceLost, DriverError, DriverOOM, DriverUnsupported
 from tonnage.units import format_bytes
@@ -42,7 +42,7 @@ class CudaContext:
             self._require_ordinal()
             self._device = self._api.call("cuDeviceGet", ordinal)
             self._name, self._uuid = device_name(self._api, self._device), device_uuid(self._api, self._device)
-            self._shares_host = is_integrated(self._api, self._device)
+            self._shares_host = bool(attribute(self._api, self._device, "INTEGRATED"))
             self._context = self._api.call("cuDevicePrimaryCtxRetain", self._device)
         except DriverOOM:
             raise

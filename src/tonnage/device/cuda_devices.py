@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from tonnage.device.cuda_api import CudaApi, device_name, device_uuid, is_slice, load_api, visible_devices
+from tonnage.device.cuda_api import CudaApi, attribute, device_name, device_uuid, is_slice, load_api, visible_devices
 from tonnage.errors import DriverError
 
 
@@ -55,19 +56,16 @@ def cuda_devices(*, api: Any = None) -> CudaDevices:
 def _describe(api: CudaApi, ordinal: int) -> CudaDevice:
     device = api.call("cuDeviceGet", ordinal)
 
-    def attribute(name: str) -> int:
-        known = getattr(api.module.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(api.call("cuDeviceGetAttribute", known, device))
-
+    of = partial(attribute, api, device)
     name = device_name(api, device)
     return CudaDevice(
         ordinal=ordinal,
         name=name,
         uuid=device_uuid(api, device),
-        sm=10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR"),
-        num_sms=attribute("MULTIPROCESSOR_COUNT"),
+        sm=10 * of("COMPUTE_CAPABILITY_MAJOR") + of("COMPUTE_CAPABILITY_MINOR"),
+        num_sms=of("MULTIPROCESSOR_COUNT"),
         total_bytes=int(api.call("cuDeviceTotalMem", device)),
-        integrated=bool(attribute("INTEGRATED")),
+        integrated=bool(of("INTEGRATED")),
         is_slice=is_slice(name),
     )
 

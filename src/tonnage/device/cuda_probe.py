@@ -14,14 +14,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from tonnage.device.cuda_api import DURING_CAPTURE, CudaApi
+from tonnage.device.cuda_api import DURING_CAPTURE, CudaApi, attribute
 from tonnage.device.driver import Capabilities
 from tonnage.errors import DeviceLost, DriverError, DriverOOM
 from tonnage.units import MiB, round_up
 
 #: Bytes of each attempt.
 PROBE_BYTES = 2 * MiB
-_ATTRIBUTE = "CU_DEVICE_ATTRIBUTE_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +114,11 @@ class _Prober:
         )
         return CudaProbe(capabilities=capabilities, rdma=vmm and self._rdma)
 
-    def _can(self, capability: str, attribute: str, attempt: Callable[[], None] | None = None) -> bool:
+    def _can(self, capability: str, asked: str, attempt: Callable[[], None] | None = None) -> bool:
         """Whether the attribute says so and the attempt works; if not, why goes to the reasons."""
         try:
-            if not self._attribute(attribute):
-                self._reasons[capability] = f"{_ATTRIBUTE}{attribute} is 0"
+            if not self._attribute(asked):
+                self._reasons[capability] = f"CU_DEVICE_ATTRIBUTE_{asked} is 0"
                 return False
             if attempt is not None:
                 attempt()
@@ -129,8 +128,7 @@ class _Prober:
         return True
 
     def _attribute(self, name: str) -> int:
-        known = getattr(self._api.module.CUdevice_attribute, _ATTRIBUTE + name, None)
-        return 0 if known is None else int(self._api.call("cuDeviceGetAttribute", known, self._device))
+        return attribute(self._api, self._device, name)
 
     def _told(self, error: DriverError) -> str:
         """The reason for an absence; an error that is no answer to the question goes on as it is.

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tonnage.device.cuda_api import load_api
+from tonnage.device.cuda_api import attribute, load_api
 from tonnage.device.driver import Capabilities
 from tonnage.errors import DriverError
 
@@ -112,7 +112,7 @@ def promised(ordinal: int, *, api: Any = None) -> tuple[Found, ...]:
     """
     loaded = load_api(api)
     device = loaded.call("cuDeviceGet", ordinal)
-    return tuple(_promised(loaded, device, name, attribute) for name, attribute in ATTRIBUTES.items())
+    return tuple(_promised(loaded, device, name, asked) for name, asked in ATTRIBUTES.items())
 
 
 def paths(found: Sequence[Found]) -> tuple[PathFound, ...]:
@@ -163,14 +163,13 @@ def surroundings(device_name: str, *, is_integrated: bool = False, root: Path = 
     return tuple(told)
 
 
-def _promised(api: Any, device: Any, name: str, attribute: str) -> Found:
-    known = getattr(api.module.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}", None)
+def _promised(api: Any, device: Any, name: str, asked: str) -> Found:
     try:
-        if known is not None and api.call("cuDeviceGetAttribute", known, device):
+        if attribute(api, device, asked):
             return Found(capability=name, state=State.YES if name in _NEVER_TRIED else State.PROMISED)
     except DriverError as error:
         return Found(capability=name, state=State.NO, reason=str(error))
-    return Found(capability=name, state=State.NO, reason=f"CU_DEVICE_ATTRIBUTE_{attribute} is 0")
+    return Found(capability=name, state=State.NO, reason=f"CU_DEVICE_ATTRIBUTE_{asked} is 0")
 
 
 def _is_contained(root: Path) -> bool:
