@@ -226,3 +226,24 @@ def test_one_more_gib_of_what_binds(asked: dict[str, Any], what: str | None) -> 
         share = values.get("kv_fraction", 1)
         assert abs(more.plan.kv.tokens - made.kv.tokens - int(whole * share)) <= 16
         assert more.plan.limits == made.limits
+
+
+def test_a_host_tier_beside_the_device_is_no_part_of_the_curve(tonnage: Program) -> None:
+    asked = ("curve", "llama-3.1-8b", "--device", "H100", "--json")
+    plain, tiered = tonnage(*asked), tonnage(*asked, "--host-kv-bytes", "64GiB")
+    assert (plain.code, tiered.code, tiered.err) == (0, 0, "")
+
+
+@pytest.mark.parametrize("verb", ["plan", "curve"])
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--pp", "33", "write at most 32"),
+        ("--pp", str(10**18), "write at most as many stages as the model has layers"),
+        ("--max-batch-size", str(10**18), "does not fit"),
+    ],
+)
+def test_huge_numbers_are_refused_at_once(tonnage: Program, verb: str, flag: str, value: str, told: str) -> None:
+    ended = tonnage(verb, "llama-3.1-8b", "--device", "H100", flag, value)
+    assert ended.code == 2
+    assert told in ended.err

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.planner.buckets import GENERATORS, default_sizes, filter_sizes, resolve_sizes, round_up
+from tonnage.planner.buckets import GENERATORS, MOST_SIZES, default_sizes, every, filter_sizes, resolve_sizes, round_up
 
 BIG = 10**6
 HEAD = (1, 2, 4, *range(8, 129, 8))
@@ -114,3 +114,10 @@ def test_every_batch_up_to_the_largest_is_held(name, most):
     assert made == tuple(sorted(set(made)))
     assert made[-1] == most
     assert made[0] == 1
+
+
+def test_a_list_has_an_end():
+    """What is typed by a slip of the finger has its own size, and a tail that stops."""
+    for sizes in (default_sizes(10**18), every(8, 10**18), every(64, 10**18)):
+        assert sizes[-1] == 10**18
+        assert MOST_SIZES < len(sizes) < MOST_SIZES + 40

@@ -127,12 +127,16 @@ class RankOptions:
 
     def rank(self) -> Rank:
         """The first rank of such an engine. Raises ``InvalidSetting``."""
+        from tonnage.costs.reading import LARGEST_LAYERS
         from tonnage.terms import Rank
 
         tp, pp, cp, ep = (
             read_count(text, flag, 1)
             for text, flag in ((self.tp, "--tp"), (self.pp, "--pp"), (self.cp, "--cp"), (self.ep, "--ep"))
         )
+        if pp > LARGEST_LAYERS:
+            told = f"no model has more than {LARGEST_LAYERS:,} layers"
+            raise InvalidSetting("--pp", pp, told, remedy="write at most as many stages as the model has layers")
         return Rank(
             size=tp * pp * cp,
             tp=tp,

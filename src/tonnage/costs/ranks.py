@@ -86,7 +86,10 @@ def _check(config: ModelConfig, rank: Rank) -> None:
 
 def _check_stages(config: ModelConfig, rank: Rank) -> None:
     if rank.pp > config.num_layers:
-        raise InvalidSetting("pp", rank.pp, f"{config.name} has only {config.num_layers} layers")
+        raise InvalidSetting(
+            "pp", rank.pp, f"{config.name} has only {config.num_layers} layers",
+            remedy=f"write at most {config.num_layers}",
+        )  # fmt: skip
     parts = rank.partition
     if parts and (len(parts) != rank.pp or sum(parts) != config.num_layers or min(parts) < 1):
         raise InvalidSetting(

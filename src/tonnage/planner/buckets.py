@@ -12,6 +12,9 @@ from types import MappingProxyType
 
 #: What every padded list of the reference begins with: 1, 2, 4, and every eighth up to here.
 EIGHTHS_END = 128
+#: Sizes behind the eighths that a list has at most, up to 65,000 sequences and more: the list of a slip of the finger
+#: would have no end.
+MOST_SIZES = 4096
 #: The list that engines commonly capture goes on in eighths up to here, and then in sixteenths.
 COMMON_EIGHTHS_END = 256
 
@@ -77,6 +80,6 @@ def _head(eighths_end: int) -> tuple[int, ...]:
 
 
 def _closed(head: Sequence[int], tail: Sequence[int], max_batch_size: int) -> tuple[int, ...]:
-    """Both parts up to ``max_batch_size``, which always has a graph itself."""
+    """Both parts up to ``max_batch_size``, which always has a graph itself; of the tail ``MOST_SIZES``."""
     assert max_batch_size >= 1
-    return tuple(sorted({size for size in (*head, *tail, max_batch_size) if size <= max_batch_size}))
+    return tuple(sorted({size for size in (*head, *tail[:MOST_SIZES], max_batch_size) if size <= max_batch_size}))
