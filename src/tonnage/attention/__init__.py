@@ -36,11 +36,10 @@ def check_backend(name: str) -> None:
 
 def require_triton(name: str, device_kind: str) -> None:
     """Raise ``InvalidSetting`` where Triton's kernels cannot run: before a byte of the model is read."""
-    remedy = "use sdpa" if device_kind == "host" else "use sdpa, or install it"
-    if importlib.util.find_spec("triton") is None:
-        raise InvalidSetting("attention", name, "the package triton is not installed", remedy=remedy)
     if device_kind == "host" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InvalidSetting("attention", name, "runs on a CUDA device, not on cpu", remedy=remedy)
+        raise InvalidSetting("attention", name, "runs on a CUDA device, not on cpu", remedy="use sdpa")
+    if importlib.util.find_spec("triton") is None:
+        raise InvalidSetting("attention", name, "the package triton is not installed", remedy="use sdpa, or install it")
 
 
 def make_backend(name: str, pool: torch.Tensor | Pages) -> Backend:

@@ -25,6 +25,9 @@ OTHERS = {
 }
 
 
+_NAME_ONE = "name a file that plan --output or run --run-file wrote"
+
+
 def read_file(path: str | Path) -> PlanFile | RunFile:
     """A plan file or a run file. Raises ``InputError`` with the path and what is wrong with it."""
     from tonnage.report import codec
@@ -88,6 +91,7 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         raise InputError(f"there is no file {path}", value=str(path), remedy="check the path") from None
     except OSError as fault:
-        raise InputError(f"{path} cannot be read: {fault.strerror}", value=str(path)) from None
+        raise InputError(f"{path} cannot be read: {fault.strerror}", value=str(path), remedy=_NAME_ONE) from None
     except UnicodeDecodeError as fault:
-        raise InputError(f"{path} is not UTF-8 text (byte {fault.start})", value=str(path)) from None
+        told = f"{path} is not UTF-8 text (byte {fault.start})"
+        raise InputError(told, value=str(path), remedy=_NAME_ONE) from None
