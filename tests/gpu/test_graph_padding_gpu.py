@@ -31,6 +31,9 @@ class NoBackend:
     def load(self, inputs, rows, num_rows):
         pass
 
+    def rest(self, inputs, num_rows):
+        pass
+
     def captured(self, inputs, num_rows, scratch):
         return None
 
