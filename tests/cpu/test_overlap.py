@@ -121,6 +121,51 @@ def test_who_leaves_while_its_step_is_under_way_is_not_written_to(ahead):
     assert again.num_generated_tokens == 40
 
 
+def most_at_once(events, last):
+    """Requests between ``admitted`` and ``last``."""
+    running, most = set(), 0
+    for event in events:
+        if event.kind == "admitted":
+            running.add(event.request_id)
+            most = max(most, len(running))
+        elif event.kind in (last, "suspended"):
+            running.discard(event.request_id)
+    return most
+
+
+def test_a_step_that_lands_in_sleep_gives_its_slots_on_before_its_ends_are_told(ahead):
+    events = []
+    ahead.observe = events.append
+    for i in range(16):
+        ask(ahead, f"r{i}", length=7, max_tokens=4, cache=CacheParams(reuse=False))
+    done = []
+    while ahead.has_work:
+        done += ahead.step()
+        ahead.sleep("weights")
+        ahead.wake()
+    ahead.observe = None
+    assert len(done) == 16
+    assert most_at_once(events, "left") == 8
+    assert most_at_once(events, "ended") == 16
+    assert_idle(ahead)
+
+
+def test_a_step_that_must_land_first_lets_others_in_for_those_who_left():
+    """The pool runs short while a step is under way, and all four rows are taken."""
+    engine = stub_engine(kv_tokens=320, max_seq_len=256, max_batch_size=4, max_num_tokens=64, overlap=True)
+    events, done = [], []
+    engine.observe = events.append
+    for i in range(60):
+        params = SamplingParams(max_tokens=20 + 7 * i % 90, ignore_eos=True, seed=i)
+        engine.submit(engine.request(f"r{i}", params, token_ids=[i + 1] * (1 + 11 * i % 60)))
+    while engine.has_work:
+        done += engine.step()
+    engine.close()
+    assert len(done) == 60
+    assert any(event.kind == "suspended" for event in events)
+    assert most_at_once(events, "left") == 4
+
+
 def test_a_cancelled_last_request_leaves_a_step_to_land(ahead):
     ask(ahead, "r", length=5, max_tokens=40)
     ahead.step()

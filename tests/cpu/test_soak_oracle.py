@@ -17,7 +17,7 @@ from tonnage.engine.stub import stub_engine
 from tonnage.sampling import SamplingParams
 
 ARRIVED, REFUSED, ADMITTED = EventKind.ARRIVED, EventKind.REFUSED, EventKind.ADMITTED
-SUSPENDED, COMPUTED, ENDED = EventKind.SUSPENDED, EventKind.COMPUTED, EventKind.ENDED
+SUSPENDED, COMPUTED, LEFT, ENDED = EventKind.SUSPENDED, EventKind.COMPUTED, EventKind.LEFT, EventKind.ENDED
 
 
 def broken_in(log, limits):
@@ -60,6 +60,14 @@ def recorded():
     steps(-1)
     engine.close()
     return log, limits
+
+
+def told(kind, **fields):
+    return Event(kind=kind, step=fields.pop("step", 0), request_id=fields.pop("id", "a"), **fields)
+
+
+def ended(**fields):
+    return told(LEFT, **fields), told(ENDED, **fields)
 
 
 def first(log, kind, *, after=0, **fields):
@@ -128,10 +136,7 @@ def arrived(name="ghost", **fields):
 
 
 def gone(name="ghost", known=5):
-    return (
-        Act("cancel", name),
-        Event(kind=ENDED, step=10**6, request_id=name, num_known_tokens=known, finish=Finish.CANCELLED),
-    )
+    return Act("cancel", name), *ended(id=name, num_known_tokens=known, finish=Finish.CANCELLED, step=10**6)
 
 
 @doctored("refusals")
@@ -374,9 +379,19 @@ def cancelled_and_nobody_asked(log, limits):
 @doctored("states")
 def it_finishes_while_it_waits(log, limits):
     i = first(log, SUSPENDED)
-    known = log[i].num_known_tokens
-    finished = Event(kind=ENDED, step=0, request_id=log[i].request_id, num_known_tokens=known, finish=Finish.STOP)
-    return with_entries(log, i + 1, finished), limits
+    finished = ended(id=log[i].request_id, num_known_tokens=log[i].num_known_tokens, finish=Finish.STOP)
+    return with_entries(log, i + 1, *finished), limits
+
+
+@doctored("endings")
+def it_ends_and_has_not_left(log, limits):
+    return without(log, first(log, LEFT)), limits
+
+
+@doctored("endings")
+def it_leaves_twice(log, limits):
+    i = first(log, LEFT)
+    return with_entries(log, i, log[i]), limits
 
 
 @pytest.mark.parametrize("name", DOCTORED)
@@ -587,10 +602,6 @@ LIMITS = Limits(
 )  # fmt: skip
 
 
-def told(kind, **fields):
-    return Event(kind=kind, step=fields.pop("step", 0), request_id=fields.pop("id", "a"), **fields)
-
-
 def test_a_step_tried_again_takes_its_admissions_back():
     begin = [
         told(ARRIVED, num_prompt_tokens=40, max_tokens=1, num_known_tokens=40),
@@ -606,7 +617,7 @@ def test_a_step_tried_again_takes_its_admissions_back():
         told(COMPUTED, start=0, count=20),
         Act("step"),
         told(COMPUTED, start=20, count=20, step=1),
-        told(ENDED, num_known_tokens=41, finish=Finish.LENGTH, step=2),
+        *ended(num_known_tokens=41, finish=Finish.LENGTH, step=2),
     ]
     assert broken_in([*begin, *retried, *end], LIMITS) == {}
     assert broken_in([*begin, retried[2], *end], LIMITS) == {"states": 1}
@@ -621,10 +632,24 @@ def test_a_row_whose_logits_are_no_numbers_gives_no_token():
         Act("step"),
         told(ADMITTED, num_known_tokens=4),
         told(COMPUTED, start=0, count=4),
-        told(ENDED, num_known_tokens=4, finish=Finish.ERROR, step=1),
+        *ended(num_known_tokens=4, finish=Finish.ERROR, step=1),
     ]
     assert broken_in(log, LIMITS) == {}
-    assert broken_in(changed(log, 4, finish=Finish.LENGTH), LIMITS).keys() == {"rows", "endings"}
+    assert broken_in(changed(log, 5, finish=Finish.LENGTH), LIMITS).keys() == {"rows", "endings"}
+
+
+def test_who_has_left_runs_no_more_though_its_end_is_told_later():
+    limits, names = replace(LIMITS, max_batch_size=1), ("a", "b")
+    log = [told(ARRIVED, id=name, num_prompt_tokens=4, max_tokens=1, num_known_tokens=4) for name in names]
+    log += [Act("step"), told(ADMITTED, num_known_tokens=4), told(COMPUTED, start=0, count=4), Act("step")]
+    left, end = ended(num_known_tokens=5, finish=Finish.LENGTH, step=1)
+    next_one = told(ADMITTED, id="b", num_known_tokens=4, step=1)
+    rest = [
+        told(COMPUTED, id="b", start=0, count=4, step=1), end, Act("step"),
+        *ended(id="b", num_known_tokens=5, finish=Finish.LENGTH, step=2),
+    ]  # fmt: skip
+    assert broken_in([*log, left, next_one, *rest], limits) == {}
+    assert broken_in([*log, next_one, left, *rest], limits) == {"sequences": 1}
 
 
 def test_only_the_first_few_of_a_kind_are_told_and_all_are_counted():
@@ -639,7 +664,7 @@ def test_waits_and_passes_are_measured():
         return [
             told(ADMITTED, id=name, num_known_tokens=4, step=step),
             told(COMPUTED, id=name, start=0, count=4, step=step),
-            told(ENDED, id=name, num_known_tokens=5, finish=Finish.LENGTH, step=step + 1),
+            *ended(id=name, num_known_tokens=5, finish=Finish.LENGTH, step=step + 1),
         ]
 
     names = {"low": -1, "high-1": 1, "high-2": 1}
@@ -672,8 +697,8 @@ def test_a_neighbour_is_waited_for_while_it_computes_what_both_begin_with():
         told(ADMITTED, id="b", num_known_tokens=62, num_cached_tokens=48, step=3),
         told(COMPUTED, start=48, count=16, step=3),
         told(COMPUTED, id="b", start=48, count=14, step=3),
-        told(ENDED, num_known_tokens=65, finish=Finish.LENGTH, step=4),
-        told(ENDED, id="b", num_known_tokens=63, finish=Finish.LENGTH, step=4),
+        *ended(num_known_tokens=65, finish=Finish.LENGTH, step=4),
+        *ended(id="b", num_known_tokens=63, finish=Finish.LENGTH, step=4),
     ]
     assert broken_in([*neighbours(), *moving, last_common, *end], SHARING) == {}
     # The last block of the one is none of the other's: nobody waits for that.
@@ -689,7 +714,7 @@ def test_a_neighbour_that_stands_still_is_not_waited_for():
         Act("step"),
         told(ADMITTED, id="x", num_known_tokens=17),
         told(COMPUTED, id="x", start=0, count=17),
-        told(ENDED, id="x", num_known_tokens=18, finish=Finish.LENGTH),
+        *ended(id="x", num_known_tokens=18, finish=Finish.LENGTH),
         told(ARRIVED, id="c", num_prompt_tokens=1, max_tokens=12, num_known_tokens=1, priority=1),
     ]
     waits = neighbours()
@@ -712,7 +737,7 @@ def test_a_load_that_failed_lets_go_of_who_loads_and_nobody_else():
         Act("step"),
         told(ADMITTED, num_known_tokens=40),
         told(COMPUTED, start=0, count=40),
-        told(ENDED, num_known_tokens=41, finish=Finish.LENGTH, step=1),
+        *ended(num_known_tokens=41, finish=Finish.LENGTH, step=1),
         Act("ask", "b", text),
         told(ARRIVED, id="b", num_prompt_tokens=40, max_tokens=1, num_known_tokens=40),
         Act("step"),
@@ -723,7 +748,7 @@ def test_a_load_that_failed_lets_go_of_who_loads_and_nobody_else():
         Act("step"),
         told(ADMITTED, id="b", num_known_tokens=40, step=1),
         told(COMPUTED, id="b", start=0, count=40, step=1),
-        told(ENDED, id="b", num_known_tokens=41, finish=Finish.LENGTH, step=2),
+        *ended(id="b", num_known_tokens=41, finish=Finish.LENGTH, step=2),
     ]
     assert broken_in([*begin, Act("fault"), suspended, *end], SHARING) == {}
     assert broken_in([*begin, suspended, *end], SHARING).keys() == {"suspension", "idleness"}

@@ -12,8 +12,9 @@ from tonnage.bench.texts import Held, Past, Text
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Live:
-    """A request between arrival and end. ``state`` "left": cancelled, holds nothing, its end is still to be told.
+    """A request between arrival and end. ``state`` "left": it holds nothing, and its end is still to be told.
 
+    is_cancelled, has_left  somebody asked for it, from when on its state is "left"; the engine has said that it is
     computed    tokens, by launched steps; under_way, landed: those when the last call began, and those looked at then
     has_row     since it was admitted; before, it loads
     num_held    whole blocks that are counted as held
@@ -40,6 +41,8 @@ class Live:
     spared: int = 0
     neighbours: dict[str, int] = field(default_factory=dict)
     num_stuck: int = 0
+    is_cancelled: bool = False
+    has_left: bool = False
     state: Literal["waiting", "running", "left"] = "waiting"
 
     @property

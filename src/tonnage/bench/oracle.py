@@ -187,7 +187,17 @@ class Oracle:
         live = self._live.get(act.request_id)
         if live is not None and live.state != "left":
             self._holding.leave(live)
-            live.state = "left"
+            live.state, live.is_cancelled = "left", True
+
+    def _on_left(self, event: Event) -> None:
+        live = self._live.get(event.request_id)
+        if live is None or live.has_left:
+            self._break("endings", f"{event.request_id} leaves and is not there")
+            return
+        if event.finish in ("stop", "length") and live.state == "waiting":
+            self._break("states", f"{live.id} finishes while it waits")
+        self._holding.leave(live)
+        live.state, live.has_left, self._has_moved = "left", True, True
 
     def _on_sleep(self, _: Act) -> None:
         """Whatever ran may be suspended, the oldest too, and computed again."""
@@ -209,23 +219,21 @@ class Oracle:
         if live is None:
             self._break("endings", f"{name} ends and is not there")
             return
-        self._holding.leave(live)
+        if not live.has_left:
+            self._break("endings", f"{name} ends and has not left")
         generated = event.num_known_tokens - live.prompt
         # A row whose logits were no numbers is computed and gives no token.
         untold = live.known - event.num_known_tokens
         if not 0 <= untold <= self.limits.steps_ahead + (finish == "error"):
             self._break("rows", f"{name} ends with {event.num_known_tokens} tokens, {live.known} by its rows")
-        if finish in ("stop", "length") and live.state == "waiting":
-            self._break("states", f"{name} finishes while it waits")
         if finish == "length" and generated != live.most:
             self._break("endings", f"{name} ends at its length with {generated} of {live.most} tokens")
         if finish == "stop" and not 1 <= generated <= live.most:
             self._break("endings", f"{name} stops with {generated} of {live.most} tokens")
-        if finish == "cancelled" and live.state != "left":
+        if finish == "cancelled" and not live.is_cancelled:
             self._break("endings", f"{name} is cancelled and nobody asked for it")
         if finish not in ("stop", "length", "cancelled", "error"):
             self._break("endings", f"{name} ends without a reason ({finish})")
-        live.state = "left"
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Endings:
         except Exception as error:  # noqa: BLE001 - whatever it is, the request has ended
             told = f"giving back what request {request.id!r} held raised {type(error).__name__}: {error}"
             warnings.warn(told, RuntimeWarning, stacklevel=2)
+        self._on_event(EventKind.LEFT, request)
 
     def complete_all(self) -> None:
         """Completions of all that ended. A listener's last word may raise: that too loses no completion."""

@@ -17,7 +17,8 @@ class EventKind(StrEnum):
     WITHDRAWN = "withdrawn"  # its admission was rolled back with its step; it waits again
     SUSPENDED = "suspended"  # gave its memory up; computed again later
     COMPUTED = "computed"  # one row of a launched step, which cannot fail any more: tokens [start, start + count)
-    ENDED = "ended"
+    LEFT = "left"  # has all that it is to get, or must go: it runs no more, and what it held is back
+    ENDED = "ended"  # its end is told, behind the step in which it left
     RETRIED = "retried"  # a step ran out of memory and is tried once more, smaller
 
 
@@ -26,10 +27,10 @@ class Event:
     """``step`` counts launched steps. The fields that a kind does not speak of keep their defaults.
 
     num_prompt_tokens, max_tokens, priority   ARRIVED and REFUSED
-    num_known_tokens                          ADMITTED, WITHDRAWN, SUSPENDED, ENDED: prompt and output so far
+    num_known_tokens                          ADMITTED, WITHDRAWN, SUSPENDED, LEFT, ENDED: prompt and output so far
     num_cached_tokens                         ADMITTED: so many of them are in the cache, its rows start behind them
     start, count                              COMPUTED
-    finish                                    ENDED
+    finish                                    LEFT and ENDED: a callback that raises may change it in between
     """
 
     kind: EventKind
