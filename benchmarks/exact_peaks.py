@@ -140,7 +140,19 @@ def built(config: ModelConfig, family: Family, device: torch.device) -> torch.nn
     arena = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
     arena.view(torch.bfloat16).normal_(0, 0.02)
     place_parameters(model, layout, arena, family)
+    if device.type == "cuda":
+        _settle(device)
     return model.eval().requires_grad_(requires_grad=False)
+
+
+def _settle(device: torch.device) -> None:
+    """The library of products takes its workspace from torch's cache: in a segment of its own, before any step leaves
+    one there that it would keep from being given back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    (square @ square).sum().item()
+    torch.cuda.empty_cache()
 
 
 class Step:
@@ -179,7 +191,8 @@ class Step:
 
 def card_peaks(step: Callable[[], None]) -> dict[str, int]:
     """Growth of what torch has allocated and reserved, from an empty cache. Whatever is made but once, code and the
-    workspaces of libraries, must be there already."""
+    workspaces of libraries, must be there already. "idle": what lies free in segments that something else keeps, of
+    which a step may take without reserving anything."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -188,7 +201,7 @@ def card_peaks(step: Callable[[], None]) -> dict[str, int]:
     step()
     torch.cuda.synchronize()
     after = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {"allocated": after[0] - before[0], "reserved": after[1] - before[1]}
+    return {"allocated": after[0] - before[0], "reserved": after[1] - before[1], "idle": before[1] - before[0]}
 
 
 def stage_peaks(model: torch.nn.Module, num_tokens: int, device: torch.device) -> dict[str, int]:
@@ -201,8 +214,8 @@ def stage_peaks(model: torch.nn.Module, num_tokens: int, device: torch.device) -
     for step in stages.values():
         step()
     found = {name: card_peaks(step)["allocated"] for name, step in stages.items()}
-    found["reserved"] = card_peaks(lambda: [step() for _ in range(2) for step in stages.values()])["reserved"]
-    return found
+    both = card_peaks(lambda: [step() for _ in range(2) for step in stages.values()])
+    return {**found, "reserved": both["reserved"], "idle": both["idle"]}
 
 
 def host_peaks(step: Callable[[], None]) -> dict[str, int]:
@@ -260,7 +273,7 @@ def estimates(config: ModelConfig, family: Family, num_tokens: int, logits_rows:
 def intervals(config: ModelConfig, num_tokens: int) -> dict[str, Quantity]:
     """What `tonnage plan --exact` says of what ``stage_peaks`` measures. Raises ``RuntimeError`` where it says nothing.
 
-    A plan sets aside what torch reserves for the stage that holds most; the others run in the same segments.
+    A plan sets aside what torch reserves for the stage that takes most; the others run in the same segments.
     """
     limits = Limits(
         max_seq_len=num_tokens,
@@ -277,8 +290,8 @@ def intervals(config: ModelConfig, num_tokens: int) -> dict[str, Quantity]:
     stages = probe.stages(config, card=card, limits=limits, rank=Rank(), dtype=DTYPE)
     if stages is None:
         raise RuntimeError("\n".join(probe.notes))
-    largest = max(stages, key=lambda stage: stage.allocated.bytes)
-    return {**{stage.stage: stage.allocated for stage in stages}, "reserved": largest.reserved}
+    reserved = max((stage.reserved for stage in stages), key=lambda taken: taken.bytes)
+    return {**{stage.stage: stage.allocated for stage in stages}, "reserved": reserved}
 
 
 def compared(
@@ -309,6 +322,7 @@ def compared(
     for row in found:
         if told[row["tokens"]]:
             measured = stage_peaks(model, row["tokens"], where)
+            row["idle_bytes"] = measured["idle"]
             row["stages"] = {
                 what: {"measured": measured[what], "low": each.low, "best": each.bytes, "high": each.high}
                 for what, each in told[row["tokens"]].items()

@@ -52,8 +52,9 @@ def slope(rows: list[dict[str, Any]]) -> float:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", default=str(LLAMA_8B))
+    options.add_argument("--graphs", nargs="+", default=LISTS, help="at least two lists of batch sizes")
     asked = options.parse_args()
-    rows = [captured(graphs, asked.model) for graphs in LISTS]
+    rows = [captured(graphs, asked.model) for graphs in asked.graphs]
     each = round(slope(rows))
     print(f"{each / MiB:.2f} MiB for one more graph")
     file_away(asked.output, {"bytes_per_graph": each, "rows": rows}, commit=asked.commit)

@@ -41,8 +41,7 @@ def device_us(run: Callable[[], object], times: int = 20) -> float:
 
 def padding_samples_us(graphs: Any, size: int) -> list[float]:
     """Replays of rows that are all padding: what a graph takes whoever is in it. The inputs hold nobody afterwards."""
-    graphs._inputs.slots.fill_(-1)
-    graphs._inputs.lengths.zero_()
+    graphs._backend.rest(graphs._inputs, size)
     return device_samples_us(graphs._graphs[size].replay)
 
 
@@ -91,7 +90,7 @@ def main() -> None:
     with start(llama_options()) as engine:
         print({stage.name: stage.elapsed_ms for stage in engine.stages})
         rows = [parts(engine, rows) for rows in asked.rows]
-    file_away(asked.output, {"rows": rows})
+    file_away(asked.output, {"rows": rows}, commit=asked.commit)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def there(monkeypatch):
     def says(*, triton=True, built=()):
         monkeypatch.setattr(choice, "find_spec", lambda name: object() if triton else None)
         monkeypatch.setattr(choice, "is_built", lambda variant: variant in built)
+        monkeypatch.setattr(choice, "find_module", lambda family, variant: family == "fa3" or None)
 
     return says
 
@@ -36,11 +38,26 @@ def test_a_host_and_a_card_without_triton_have_torch(there):
 
 
 def test_kernels_count_where_all_that_the_model_needs_is_compiled(there, monkeypatch):
-    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}})
-    there(built=(PLAIN,))
-    assert choose("cuda", (PLAIN,)) == "flashinfer"
-    assert choose("cuda", (PLAIN, WINDOW)) == "triton"
-    assert choose("cuda") == "triton", "no model is known yet"
+    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}, "paired": {DECODE: 1}})
+    there(built=(PLAIN, WINDOW))
+    assert choose("cuda", (PLAIN,), sm=90) == "flashinfer"
+    assert choose("cuda", sm=90) == "triton", "no model is known yet"
+    there(built=(WINDOW,))
+    assert choose("cuda", (PLAIN,), sm=90) == "triton"
+
+
+def test_kernels_count_for_what_was_measured_of_them(there, monkeypatch):
+    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}, "paired": {DECODE: 3}})
+    others = (WINDOW, replace(PLAIN, head_dim=64), replace(PLAIN, has_softcap=True))
+    there(built=(PLAIN, *others))
+    assert choose("cuda", (PLAIN,), sm=90) == "paired"
+    assert choose("cuda", (PLAIN,), sm=90, among=("triton", "flashinfer")) == "flashinfer"
+    assert choose("cuda", (PLAIN,), sm=90, among=("triton", "sdpa")) == "triton", "the layers have sinks, say"
+    assert choose("cuda", (PLAIN,), sm=80) == choose("cuda", (PLAIN,)) == "triton"
+    for other in others:
+        assert choose("cuda", (PLAIN, other), sm=90) == "triton"
+    monkeypatch.setattr(choice, "find_module", lambda family, variant: None)
+    assert choose("cuda", (PLAIN,), sm=90) == "triton", "prompts would go through fa2, which is slower"
 
 
 @pytest.mark.parametrize(

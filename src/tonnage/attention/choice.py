@@ -11,10 +11,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from tonnage.attention.flashinfer_modules import Variant, is_built
+from tonnage.attention.flashinfer_modules import Variant, find_module, is_built
+from tonnage.declarations.flashinfer import FA3_SM
 
+HEAD_DIM = 128
 #: Bytes of keys and values of a token in one layer, and operations of a query with one key in it, of those heads.
-TOKEN_BYTES, PAIR_OPERATIONS = 2 * 8 * 128 * 2, 4 * 32 * 128
+TOKEN_BYTES, PAIR_OPERATIONS = 2 * 8 * HEAD_DIM * 2, 4 * 32 * HEAD_DIM
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Point:
     tokens: int
 
 
+WITH_FLASHINFER = ("flashinfer", "paired")
 #: Seconds are work over rate: GB/s of keys and values for "decode", TFLOP/s of the causal half for "prefill".
 UNITS = {"decode": 10**9, "prefill": 10**12}
 #: What is weighed, as work in one layer: 256 sequences of 1,024 prompt tokens with 256 more.
@@ -37,38 +40,53 @@ LOAD: Mapping[Point, int] = {
 #: Triton: benchmarks/results/2026-11-30-h200-attention-decode.json, of 2026-11-30; its prompts have not been measured.
 #: FlashInfer 0.6.14: on the same kind of card on 2026-11-29, decodes on tensor cores in a graph, prompts through fa3
 #: (through fa2 180 and 308).
+_TRITON = {
+    Point("decode", 1, 1024): 616,
+    Point("decode", 32, 1024): 3119,
+    Point("decode", 128, 1024): 4022,
+    Point("decode", 256, 1024): 4161,
+    Point("decode", 32, 8192): 4259,
+}
+_FLASHINFER = {
+    Point("decode", 1, 1024): 390,
+    Point("decode", 32, 1024): 3124,
+    Point("decode", 128, 1024): 3719,
+    Point("decode", 256, 1024): 3939,
+    Point("decode", 32, 8192): 4227,
+    Point("prefill", 8, 1024): 277,
+    Point("prefill", 1, 8192): 543,
+}
 RATES: Mapping[str, Mapping[Point, int]] = {
-    "triton": {
-        Point("decode", 1, 1024): 616,
-        Point("decode", 32, 1024): 3119,
-        Point("decode", 128, 1024): 4022,
-        Point("decode", 256, 1024): 4161,
-        Point("decode", 32, 8192): 4259,
-    },
-    "flashinfer": {
-        Point("decode", 1, 1024): 390,
-        Point("decode", 32, 1024): 3124,
-        Point("decode", 128, 1024): 3719,
-        Point("decode", 256, 1024): 3939,
-        Point("decode", 32, 8192): 4227,
-        Point("prefill", 8, 1024): 277,
-        Point("prefill", 1, 8192): 543,
+    "triton": _TRITON,
+    "flashinfer": _FLASHINFER,
+    "paired": {
+        **{point: rate for point, rate in _TRITON.items() if point.stage == "decode"},
+        **{point: rate for point, rate in _FLASHINFER.items() if point.stage == "prefill"},
     },
 }
 
 
-def choose(device_kind: str, variants: Collection[Variant] = ()) -> str:
-    """The backend for a device of ``device_kind`` "host" or "cuda".
+def choose(
+    device_kind: str, variants: Collection[Variant] = (), *, sm: int = 0, among: Collection[str] = WITH_FLASHINFER
+) -> str:
+    """The backend for a device of ``device_kind`` "host" or "cuda", of compute capability ``sm`` (90 for 9.0).
 
-    ``variants`` are what the model's layers need of FlashInfer, which is considered where all of it has been compiled;
-    with none the model is not known yet.
+    ``variants`` are what the model's layers need of FlashInfer's kernels; with none the model is not known yet. The
+    backends with these kernels, of those ``among`` that have what else the layers need, are considered for what was
+    measured of them, and where all of it has been compiled.
     """
     if device_kind != "cuda" or find_spec("triton") is None:
         return "sdpa"
     names = ["triton"]
-    if variants and all(is_built(variant) for variant in variants):
-        names.append("flashinfer")
+    if sm == FA3_SM and variants and all(_is_measured(variant) for variant in variants):
+        names += [name for name in WITH_FLASHINFER if name in among]
     return fastest(names)
+
+
+def _is_measured(variant: Variant) -> bool:
+    """Layers like those of ``RATES``, whose modules are there."""
+    is_like = variant.head_dim == HEAD_DIM and not (variant.has_window or variant.has_softcap)
+    return is_like and is_built(variant) and find_module("fa3", variant) is not None
 
 
 def fastest(names: Iterable[str], rates: Mapping[str, Mapping[Point, int]] | None = None) -> str:

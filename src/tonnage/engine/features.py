@@ -51,6 +51,11 @@ def needed_features(config: ModelConfig) -> dict[str, str]:
     return found
 
 
+def backends_by_need(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Key of ``FEATURES`` that the model needs -> the backends that have it."""
+    return {key: FEATURES[key] for key in needed_features(config) if key in FEATURES}
+
+
 def refuse_missing(
     config: ModelConfig,
     *,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tonnage.attention import FLASHINFER, TRITON, check_backend, require_triton
+from tonnage.attention import BACKENDS, FLASHINFER, TRITON, check_backend, require_triton
 from tonnage.attention.choice import choose
 from tonnage.attention.flashinfer_modules import refuse_missing_modules, refuse_other_devices, variants_of
 from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Setting
@@ -19,7 +19,9 @@ from tonnage.costs.kv import kv_layout
 from tonnage.costs.models import EMBEDDED
 from tonnage.costs.weights import WeightsLayout
 from tonnage.declarations import attention_shapes, declare_for
+from tonnage.device.cuda_devices import cuda_devices
 from tonnage.engine.family import Family, family_of
+from tonnage.engine.features import backends_by_need
 from tonnage.engine.letters import LetterText
 from tonnage.engine.models import model_folder
 from tonnage.engine.options import AUTO, Chunking, EngineOptions
@@ -236,12 +238,19 @@ def _attention(options: EngineOptions, config: ModelConfig, dtype: str) -> str:
     ``InvalidSetting`` where kernels that it takes have not been compiled, or have no device."""
     variants = variants_of(config, dtype=dtype)
     if options.attention == AUTO:
-        return choose(options.device_kind, variants)
+        able = [name for name in BACKENDS if all(name in have for have in backends_by_need(config).values())]
+        return choose(options.device_kind, variants, sm=_compute_capability(options), among=able)
     if options.attention in FLASHINFER:
         refuse_other_devices(options.device)
         for variant in variants:
             refuse_missing_modules(variant)
     return options.attention
+
+
+def _compute_capability(options: EngineOptions) -> int:
+    """Of the card that was asked for; 0 on a host, and where there is no such card, which is told when it is opened."""
+    found = cuda_devices().devices if options.device_kind == "cuda" else ()
+    return found[options.ordinal].sm if options.ordinal < len(found) else 0
 
 
 def _shown_name(model: str) -> str:
