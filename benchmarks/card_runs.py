@@ -13,7 +13,7 @@ from typing import Any
 
 from tonnage.cli.app import main
 from tonnage.config import LimitKnobs, Setting
-from tonnage.engine import EngineOptions
+from tonnage.engine import Engine, EngineOptions
 from tonnage.terms import LineKind
 from tonnage.units import GiB
 
@@ -40,6 +40,12 @@ def llama_options(**changed: Any) -> EngineOptions:
     )  # fmt: skip
     fixed = {"model": str(LLAMA_8B), "device": "cuda", "dtype": "bfloat16", "random_weights": True}
     return EngineOptions(**{**fixed, "attention": "triton", "limit_knobs": limits, **changed})
+
+
+def started(engine: Engine) -> dict[str, Any]:
+    """Of an engine's start: its pool, and how long each stage took."""
+    stages = {stage.name: stage.elapsed_ms for stage in engine.stages}
+    return {"kv_bytes": engine.plan.kv.bytes, "stages_ms": stages}
 
 
 def beside_weights_and_kv_gib(audit: Iterable[Mapping[str, Any]]) -> float:

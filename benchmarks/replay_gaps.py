@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from card_runs import llama_options
+from card_runs import llama_options, started
 from filing import file_away, parser
 from step_profile import submit
 from tonnage.engine import Engine, start
@@ -98,9 +98,10 @@ def main() -> None:
     options.add_argument("rows", nargs="+", type=int)
     asked = options.parse_args()
     with start(llama_options()) as engine:
+        print(begun := started(engine), flush=True)
         graphs = engine._runtime.executor.graphs
         rows = [gaps_of(engine, graphs, rows) for rows in asked.rows]
-    file_away(asked.output, {"rows": rows}, commit=asked.commit)
+    file_away(asked.output, {"start": begun, "rows": rows}, commit=asked.commit)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from card_runs import llama_options
+from card_runs import llama_options, started
 from filing import file_away, parser
 from tonnage.engine import Engine, start
 from tonnage.sampling import SamplingParams
@@ -88,9 +88,9 @@ def main() -> None:
     options.add_argument("rows", nargs="+", type=int)
     asked = options.parse_args()
     with start(llama_options()) as engine:
-        print({stage.name: stage.elapsed_ms for stage in engine.stages})
+        print(begun := started(engine), flush=True)
         rows = [parts(engine, rows) for rows in asked.rows]
-    file_away(asked.output, {"rows": rows}, commit=asked.commit)
+    file_away(asked.output, {"start": begun, "rows": rows}, commit=asked.commit)
 
 
 if __name__ == "__main__":
