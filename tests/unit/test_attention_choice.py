@@ -88,6 +88,7 @@ def test_rates_of_our_own_kernels_are_those_on_file():
     assert {point for point in RATES["flashinfer"] if point.stage == "decode"} == set(ours)
 
 
-def test_auto_is_triton_by_what_has_been_measured(there):
+def test_auto_is_the_pair_by_what_has_been_measured(there):
     there(built=(PLAIN,))
-    assert choose("cuda", (PLAIN,)) == "triton"
+    assert choose("cuda", (PLAIN,), sm=90) == "paired"
+    assert choose("cuda", (PLAIN,), sm=90, among=("triton", "flashinfer")) == "triton"

@@ -37,7 +37,8 @@ LOAD: Mapping[Point, int] = {
     Point("prefill", 8, 1024): 256 * PAIR_OPERATIONS * 1024 * 1024 // 2,
 }
 
-#: Triton: benchmarks/results/2026-11-30-h200-attention-decode.json, of 2026-11-30; its prompts have not been measured.
+#: Triton: benchmarks/results/2026-11-30-h200-attention-decode.json, and the products of a step of prompts in
+#: 2026-11-30-h200-step-profile.json.
 #: FlashInfer 0.6.14: on the same kind of card on 2026-11-29, decodes on tensor cores in a graph, prompts through fa3
 #: (through fa2 180 and 308).
 _TRITON = {
@@ -46,6 +47,7 @@ _TRITON = {
     Point("decode", 128, 1024): 4022,
     Point("decode", 256, 1024): 4161,
     Point("decode", 32, 8192): 4259,
+    Point("prefill", 8, 1024): 223,
 }
 _FLASHINFER = {
     Point("decode", 1, 1024): 390,
