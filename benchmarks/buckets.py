@@ -241,7 +241,10 @@ def graph_price(file: Path) -> int:
     """Bytes of one more graph, as ``benchmarks/graph_bytes.py`` filed them. Where an engine's lines are all there is,
     the captured pool shared out among its graphs, which is more."""
     filed = json.loads(file.read_text())
-    return filed.get("bytes_per_graph") or filed["lines"]["graphs"][1] // len(default_sizes(CARD_BATCH))
+    if "bytes_per_graph" in filed:
+        return int(filed["bytes_per_graph"])
+    pool = next(row["actual_bytes"] for row in filed["audit"] if row["line"] == "graphs")
+    return int(pool // len(default_sizes(CARD_BATCH)))
 
 
 def main() -> None:
@@ -249,7 +252,7 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--step-times", type=Path, default=RESULTS / "2026-11-30-h200-step-parts.json")
     options.add_argument("--attention", type=Path, default=RESULTS / "2026-11-30-h200-attention-decode.json")
-    options.add_argument("--graph-bytes", type=Path, default=RESULTS / "2026-11-30-h200-serve-card.json")
+    options.add_argument("--graph-bytes", type=Path, default=RESULTS / "2026-11-30-h200-serve-card-7a9c8bc.json")
     options.add_argument("--card-only", action="store_true", help="without the two models")
     args = options.parse_args()
     graph = graph_price(args.graph_bytes)

@@ -161,22 +161,42 @@ def test_sinks_are_refused_with_who_has_them(monkeypatch):
         world.backend.forward(step, 0, *world.tokens(3), scaling=0.3, sinks=torch.zeros(HEADS))
 
 
-@pytest.mark.parametrize("counts", [{"a": 1, "b": 1}, {"a": 1, "b": 30}, {"a": 1, "b": 1, "c": 20, "d": 1}])
-def test_what_is_taken_is_what_is_declared(monkeypatch, counts):
+@pytest.mark.parametrize(
+    ("counts", "num_decodes"),
+    [
+        ({"a": 1, "b": 1}, 2),
+        ({"a": 1, "b": 30}, 1),
+        ({"a": 1, "b": 1, "c": 20, "d": 1}, 2),
+        ({"a": 1, "c": 20, "b": 1}, 1),  # b decodes, too, and stands behind a prompt
+        ({"c": 20, "a": 1, "b": 1}, 0),
+    ],
+)
+def test_what_is_taken_is_what_is_declared(monkeypatch, counts, num_decodes):
+    """Decodes at the head of a step have a plan of their own, all behind them another."""
     install(monkeypatch)
     world = World()
     world.step({"a": 20, "b": 30})
     scratch = Scratch()
-    world.step(counts, scratch=scratch)
-    decodes = sum(name in "ab" and count == 1 for name, count in counts.items())
-    shape = StepShape(
-        num_tokens=sum(counts.values()), decode_rows=decodes, prefill_rows=len(counts) - decodes,
-        prefill_tokens=sum(counts.values()) - decodes,
-    )  # fmt: skip
+    step = world.step(counts, scratch=scratch)
+    tokens, rows = sum(counts.values()), len(counts)
     heads = AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, v_head_dim=DIM)
     (declared,) = declare_for("flashinfer", heads)
-    at_shape = declared.bytes_at(shape, world.backend.chip)
-    assert at_shape - 256 < scratch.used_bytes <= at_shape
+    chip, pieces = world.backend.chip, []
+    if num_decodes:
+        pieces.append(declared.decode_plan_bytes(num_decodes, chip, captured=False))
+        pieces.append(declared.float_bytes(num_decodes, chip, captured=False))
+    if num_decodes < rows:
+        pieces.append(declared.prefill_plan_bytes(rows - num_decodes, tokens - num_decodes, chip))
+    taken = sum(-(-piece // 256) * 256 for piece in pieces)
+    assert taken - 256 < scratch.used_bytes <= taken
+    is_decode = [name in "ab" and count == 1 for name, count in counts.items()]
+    shape = StepShape(
+        num_tokens=tokens, decode_rows=sum(is_decode), prefill_rows=rows - sum(is_decode),
+        prefill_tokens=tokens - sum(is_decode),
+    )  # fmt: skip
+    assert scratch.used_bytes <= declared.bytes_at(shape, chip)
+    ends = [part.tokens.stop for part in step.parts]
+    assert ends == ([num_decodes] if num_decodes else []) + ([tokens] if num_decodes < rows else [])
 
 
 class Captured(World):

@@ -1,10 +1,10 @@
 """Attention by FlashInfer's compiled kernels, called without its Python (``flashinfer_modules`` says what that takes).
 
-Rows that decode go through the "fa2" kernels, on tensor cores, with pasts cut into parts so that few rows fill the
-chip; the others, whole prompts as well as chunks on a cached past, through "fa3" where the chip is a Hopper and that
-module is there, else through "fa2". So do all rows in layers with a window: "fa3" reads whole tiles, of which a window
-may begin in the middle, and the pages before it may have other owners by then. New keys and values are written by the
-append kernel that we have for Triton.
+Rows that decode, at the head of a step, go through the "fa2" kernels, on tensor cores, with pasts cut into parts so
+that few rows fill the chip; all behind them, whole prompts as well as chunks on a cached past, through "fa3" where the
+chip is a Hopper and that module is there, else through "fa2". So do all rows in layers with a window: "fa3" reads whole
+tiles, of which a window may begin in the middle, and the pages before it may have other owners by then. New keys and
+values are written by the append kernel that we have for Triton.
 
 A kernel needs a plan that its library makes on the host: once a step for each window that layers have, by the first of
 those layers. In a graph the plan is data: every replay gets a fresh one, whose layout must be that of the captured one.
@@ -40,7 +40,6 @@ from tonnage.buffers.torch_copies import upload
 from tonnage.config import Limits
 from tonnage.declarations.flashinfer import FA3_SM, FlashInferScratch
 from tonnage.declarations.shape import AttentionShape
-from tonnage.step import Ints
 from tonnage.terms import Chip
 
 if TYPE_CHECKING:
@@ -54,14 +53,14 @@ Kind: TypeAlias = tuple[int | None, float | None]
 class Part:
     """The rows of a step that one kernel attends with: those that decode (``mask`` SEES_ALL), or the others.
 
-    tokens  which of the batch are theirs: a slice where they stand together, else their numbers, on the device
+    tokens  which of the batch are theirs
     plans   by the window and soft-cap of layers, made by the first layer of each kind
     """
 
     mask: int
     host: HostLists
     lists: DeviceLists
-    tokens: slice | torch.Tensor
+    tokens: slice
     is_captured: bool = False
     plans: dict[Kind, Plan] = field(default_factory=dict)
 
@@ -115,28 +114,36 @@ class FlashInferBackend:
     # -- once a step ---------------------------------------------------------------------------------------------
 
     def prepare(self, rows: Rows | Sequence[Row], scratch: StepScratch) -> FlashInferStep:
-        """A step with any rows, to be run once: its inputs go over in one copy."""
+        """A step with any rows, to be run once: its inputs go over in one copy.
+
+        A row of one token that stands behind a prompt is taken for one: the tokens of a part stand together, so that no
+        layer has to gather them in memory of its own.
+        """
         rows = rows if isinstance(rows, Rows) else Rows.of(rows)
-        kinds = [(SEES_ALL, np.flatnonzero(rows.is_decode)), (SEES_BEFORE, np.flatnonzero(~rows.is_decode))]
+        num_decodes = int(np.argmin(np.append(rows.is_decode, False)))  # up to the first that is none
+        kinds = [(SEES_ALL, np.arange(num_decodes)), (SEES_BEFORE, np.arange(num_decodes, len(rows)))]
         there = [(mask, which) for mask, which in kinds if which.size]
         groups, hosts = [rows.of_group(group) for group in range(self._pages.num_groups)], []
         arrays: list[np.ndarray] = self._slots(groups)
         for _, which in there:
             host = HostLists.of(rows.counts[which], rows.ends[which], block_tokens=self.block_tokens)
             hosts.append(host)
-            arrays += [host.query_indptr, host.page_indptr, host.last_page_tokens, _tokens(rows, which)]
+            arrays += [host.query_indptr, host.page_indptr, host.last_page_tokens]
             arrays += [host.pages(group, which) for group in groups]
         on_device = iter(upload(arrays, self._pool.device))
         step = FlashInferStep(slots=list(islice(on_device, len(groups))), parts=[], scratch=scratch)
-        for (mask, which), host in zip(there, hosts, strict=True):
-            query_indptr, page_indptr, last, tokens = islice(on_device, 4)
+        first = 0
+        for (mask, _), host in zip(there, hosts, strict=True):
+            query_indptr, page_indptr, last = islice(on_device, 3)
             lists = DeviceLists(
                 query_indptr=query_indptr,
                 page_indptr=page_indptr,
                 last_page_tokens=last,
                 pages=list(islice(on_device, len(groups))),
             )
-            step.parts.append(Part(mask=mask, host=host, lists=lists, tokens=_span(rows, which) or tokens))
+            end = first + int(host.query_indptr[-1])
+            step.parts.append(Part(mask=mask, host=host, lists=lists, tokens=slice(first, end)))
+            first = end
         return step
 
     def static_inputs(self, limits: Limits) -> FlashInferInputs:
@@ -267,12 +274,9 @@ class FlashInferBackend:
         if plan is None:
             plan = part.plans[kind] = self._first_plan(step, part, kind, queries.shape[1])
         group, keys, values = self._layers[layer]
-        own = queries[part.tokens]
-        found = out[part.tokens] if isinstance(part.tokens, slice) else own.new_empty(own.shape)
+        own, found = queries[part.tokens], out[part.tokens]
         kernel, pages = self._kernel(part.mask, kind), part.lists.pages[group]
         kernel.run(plan, own, keys, values, part.lists, pages, found, mask=part.mask, scaling=scaling)
-        if isinstance(part.tokens, torch.Tensor):
-            out[part.tokens] = found
 
     def _heads(self, num_heads: int) -> Heads:
         return Heads(
@@ -287,23 +291,6 @@ class FlashInferBackend:
             num_heads=num_heads, num_kv_heads=self._kv_heads, head_dim=self._head_dim, v_head_dim=self._head_dim
         )
         return FlashInferScratch(shape=shape)
-
-
-def _span(rows: Rows, which: Ints) -> slice | None:
-    """Where the tokens of rows stand that are neighbours; None where they are not."""
-    if which[-1] - which[0] >= which.size:
-        return None
-    first = int(rows.offsets[which[0]])
-    return slice(first, first + int(rows.counts[which].sum()))
-
-
-def _tokens(rows: Rows, which: Ints) -> Ints:
-    """Numbers of the tokens of rows in the batch, which are needed where these are not neighbours."""
-    if _span(rows, which) is not None:
-        return np.zeros(0, np.int64)
-    counts = rows.counts[which]
-    shift = rows.offsets[which] - (np.cumsum(counts) - counts)
-    return np.arange(int(counts.sum())) + np.repeat(shift, counts)
 
 
 def _require_runnable(pool: torch.Tensor, variant: Variant) -> Chip:

@@ -86,7 +86,9 @@ class FlashInferScratch(Scratch):
             plans += self._piece(self.decode_plan_bytes(shape.decode_rows, chip, captured=shape.captured))
             floats = self._piece(self.float_bytes(shape.decode_rows, chip, captured=shape.captured))
         if shape.prefill_tokens:
-            plans += self._piece(self.prefill_plan_bytes(max(1, shape.prefill_rows), shape.prefill_tokens, chip))
+            # Rows of one token that stand behind the first prompt are planned with it.
+            num_rows = max(1, shape.prefill_rows) + shape.decode_rows
+            plans += self._piece(self.prefill_plan_bytes(num_rows, shape.prefill_tokens + shape.decode_rows, chip))
         return self.shape.num_windows * plans + floats
 
     def decode_plan_bytes(self, num_rows: int, chip: Chip, *, captured: bool) -> int:
