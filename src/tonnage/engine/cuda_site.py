@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from tonnage.device.nvml import Nvml
 from tonnage.device.reading import take_reading, wait_until_stable
 from tonnage.device.without import WithoutVirtualMemory
 from tonnage.engine.site import KV, ROUNDING_BYTES, Site, StepPeak, no_memory_left
+from tonnage.engine.step_cache import StepCache
 from tonnage.engine.step_segments import StepSegments
-from tonnage.errors import DoesNotFit, InvalidSetting
+from tonnage.errors import CannotMaterialize, DoesNotFit, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind, MemoryKind, Quantity, Reading, Source
@@ -66,6 +67,8 @@ class CudaSite(Site):
         self.torch_device = torch.device("cuda", ordinal)
         self._torch_memory = TorchMemory(ordinal)
         self._steps = StepSegments(self, self._torch_memory)
+        self._cache = StepCache(self._torch_memory, stream=stream.handle, take=self._tensor)
+        self._is_vacant = False  # no step can run
         self._graph_pool_bytes = 0
         with torch.cuda.device(ordinal):
             torch.cuda.init()
@@ -133,9 +136,25 @@ class CudaSite(Site):
         """Nothing: what torch keeps it will want again, and taking it anew stops the device."""
 
     def drain(self) -> None:
-        """Torch gives back what it cached, too: a segment of the wrong size is as good as none."""
+        """Torch gives back what it cached, too, and starts anew: a segment of the wrong size is as good as none."""
         super().drain()
         torch.cuda.empty_cache()
+        self._refill()
+
+    def remember_steps(self) -> None:
+        self.driver.device_sync()
+        self._cache.remember(self._steps.pool_id)
+
+    def _refill(self) -> None:
+        """Segments for steps as they were, unless none runs now; where there is no memory for them, steps may find
+        some later."""
+        if self._is_vacant:
+            return
+        with suppress(torch.OutOfMemoryError), self.active():
+            self._cache.refill()
+
+    def _tensor(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def settle(self, phase: str) -> None:
         self._steps.poll()
@@ -164,7 +183,11 @@ class CudaSite(Site):
     def captured(self, capture: Callable[[], None]) -> Quantity:
         """Their pool is torch's, and told apart from what steps take; the rest is what the driver keeps for them."""
         before_own, before = self.own_bytes() or 0, torch.cuda.memory_reserved(self.torch_device)
-        capture()
+        try:
+            capture()
+        except BaseException:
+            self._refill()  # to clear what was captured empties the cache
+            raise
         self.driver.device_sync()
         self._graph_pool_bytes = torch.cuda.memory_reserved(self.torch_device) - before
         # What the process holds has torch's pool in it; where the driver does not tell, the pool is all that is known.
@@ -176,6 +199,7 @@ class CudaSite(Site):
         before = self.free_bytes()
         clear()
         self.driver.device_sync()
+        self._refill()
         self._graph_pool_bytes = 0
         self.sampled("graphs", LineKind.GRAPHS).sampled(0)
         return max(0, self.free_bytes() - before)
@@ -189,10 +213,41 @@ class CudaSite(Site):
         beside = max(0, self.free_bytes() - before) + self._steps.arena_bytes
         with self._steps.asleep():
             freed = super().release({*tags, *self._steps.tags})
+        self._is_vacant = True
         return {tag: freed[tag] + beside * (tag == KV) for tag in tags}
 
     def materialize(self, tags: Collection[str]) -> None:
-        super().materialize({*tags, *self._steps.tags} if KV in tags else tags)
+        """With the KV cache comes what torch had for steps: in our arena, or before anything else, since there may be
+        no room for it later."""
+        if KV not in tags:
+            super().materialize(tags)
+            return
+        if not self._steps.tags:
+            self._take_cache()
+        try:
+            super().materialize({*tags, *self._steps.tags})
+        except BaseException:
+            torch.cuda.empty_cache()
+            raise
+        self._is_vacant = False
+        self._refill()
+
+    def _take_cache(self) -> None:
+        """Raises ``CannotMaterialize``."""
+        try:
+            with self.active():
+                self._cache.refill()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            free, total = self.driver.mem_info()
+            raise CannotMaterialize(
+                size_bytes=self._cache.num_bytes,
+                used_bytes=total - free,
+                capacity_bytes=total,
+                owner="waking what torch keeps for steps",
+                detail=f"have {free:,} free; everything still sleeps and nothing was lost: free memory in the other "
+                "processes of the device and try again",
+            ) from None
 
     def route_steps(self, *, step_bytes: int, try_out: Callable[[], None]) -> None:
         """What torch cached of the probes goes back first: the arena has that room."""

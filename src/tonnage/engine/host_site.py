@@ -121,6 +121,9 @@ class HostSite(Site):
     def trim(self) -> None:
         trim_heap()
 
+    def remember_steps(self) -> None:
+        """Nothing: the heap serves steps in any order."""
+
     def settle(self, phase: str) -> None:
         """Look, make the heap give back what it keeps, look again; tell the ledger.
 

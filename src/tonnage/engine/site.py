@@ -132,6 +132,10 @@ class Site(ABC):
         """Bring it back, contents too as far as they were kept. Raises ``CannotMaterialize``; nothing has changed."""
         self.stream.device.virtual.materialize(*tags).sync()
 
+    @abstractmethod
+    def remember_steps(self) -> None:
+        """Steps of every kind have run, the largest first: what is kept for them is to be so again after a sleep."""
+
     def dropped(self, clear: Callable[[], None]) -> int:
         """Run ``clear``, which drops what ``captured`` made; returns the bytes that are free by it."""
         raise NotImplementedError

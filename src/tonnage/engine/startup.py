@@ -264,6 +264,7 @@ class _Startup:
             with self.site.active():  # anew: memory may come from elsewhere by now
                 prober.warm_up()
         self.site.trim()
+        self.site.remember_steps()
 
     def audit(self, runtime: DeviceRuntime) -> None:
         """Compare plan and device once more, then seal: an owner that declared nothing is reported from now on."""

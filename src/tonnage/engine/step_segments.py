@@ -50,6 +50,11 @@ class StepSegments:
         """What torch has in segments of ours: counted, and in no statistics of its default pool."""
         return sum(one.state().live_bytes for one in self.all)
 
+    @property
+    def pool_id(self) -> tuple[int, int]:
+        """Of torch's pool that steps use now."""
+        return self._segments.pool_id if self._segments is not None and self._is_used else (0, 0)
+
     def used(self) -> AbstractContextManager[None]:
         """What this thread asks of torch inside comes from the arena, if there is one."""
         return self._segments.use() if self._segments is not None and self._is_used else nullcontext()
