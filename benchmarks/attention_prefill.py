@@ -2,8 +2,8 @@
 
 The shape is Llama-3.1-8B's (32 query heads over 8, of 128, bfloat16). Operations are those of the causal half alone:
 4 * heads * dim for each query and key before it. Time is of a layer, new keys and values written included, except for
-``torch``: its flash attention over keys that lie one behind the other, which no engine with pages has, as a yardstick.
-``triton`` is the backend as it is, which gives long fresh prompts to torch; ``triton kernels`` are ours for all.
+``torch``: its own attention over keys that lie one behind the other, which no engine with pages has, as a yardstick.
+``--sweep`` tries tile sizes, warps and stages of Triton's, and files the best of each case.
 
     python benchmarks/attention_prefill.py --device cuda --output benchmarks/results/attention-prefill.json
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention_decode import DIM, HEADS, KV_HEADS, Scratch
 from filing import file_away, parser
-from tonnage.attention import flashinfer, make_backend, triton
+from tonnage.attention import flashinfer, make_backend
 from tonnage.attention.base import Rows
 from tonnage.attention.flashinfer_modules import find_module
+from tonnage.attention.triton_tuning import Tuning
 from tonnage.units import ceil_div
 
 #: Rows, tokens cached before each, tokens computed of each.
 CASES = ((8, 0, 1024), (1, 0, 8192), (1, 6144, 2048))
-BACKENDS = ("torch", "triton", "triton kernels", "flashinfer fa2", "flashinfer fa3")
-TORCH_TOKENS = triton.TORCH_TOKENS
+BACKENDS = ("torch", "triton", "flashinfer fa2", "flashinfer fa3")
+#: Queries of a program and keys of a tile, warps, stages.
+SWEEP = [
+    Tuning(queries=queries, keys=keys, num_warps=warps, num_stages=stages)
+    for queries, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+    if queries * keys <= 128 * 64 or stages < 4
+]
 
 
 def microseconds(call: Callable[[], None], *, repeats: int, layers: int) -> list[float]:
@@ -47,11 +55,15 @@ def microseconds(call: Callable[[], None], *, repeats: int, layers: int) -> list
     return [begin.elapsed_time(end) * 1000 / layers for begin, end in events]
 
 
-def paged(name: str, *, page: int, rows: int, cached: int, count: int) -> Callable[[], None]:
+def paged(
+    name: str, *, page: int, rows: int, cached: int, count: int, tuning: Tuning | None = None
+) -> Callable[[], None]:
     """A call that attends in one layer through a backend of ours."""
     num_blocks = ceil_div(cached + count, page)
     pool = torch.randn(rows * num_blocks, 2, 2, page, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     backend: Any = make_backend(name.split()[0], pool)
+    if tuning is not None:
+        backend.prefill_tuning = tuning
     table = np.random.default_rng(0).permutation(rows * num_blocks).astype(np.int32).reshape(rows, num_blocks)
     starts = np.full(rows, cached, np.int64)
     step = backend.prepare(Rows(starts=starts, ends=starts + count, table=table, slots=np.arange(rows)), Scratch())
@@ -80,14 +92,15 @@ def unpaged(*, rows: int, cached: int, count: int) -> Callable[[], None]:
     return call
 
 
-def measure(name: str, *, page: int, rows: int, cached: int, count: int, repeats: int) -> dict[str, Any]:
+def measure(
+    name: str, *, page: int, rows: int, cached: int, count: int, repeats: int, tuning: Tuning | None = None
+) -> dict[str, Any]:
     def found(family: str, variant: Any) -> Any:
         return None if family == "fa3" and name.endswith("fa2") else find_module(family, variant)
 
     flashinfer.find_module = found  # type: ignore[assignment]
-    triton.TORCH_TOKENS = 10**9 if name == "triton kernels" else TORCH_TOKENS
     shape = {"rows": rows, "cached": cached, "count": count}
-    call = unpaged(**shape) if name == "torch" else paged(name, page=page, **shape)
+    call = unpaged(**shape) if name == "torch" else paged(name, page=page, tuning=tuning, **shape)
     samples = microseconds(call, repeats=repeats, layers=8)
     operations = 4 * HEADS * DIM * rows * (count * cached + count * (count + 1) // 2)
     middle = statistics.median(samples)
@@ -97,17 +110,36 @@ def measure(name: str, *, page: int, rows: int, cached: int, count: int, repeats
     }  # fmt: skip
 
 
+def swept(*, repeats: int, **case: int) -> list[dict[str, Any]]:
+    """Every tuning that the card can run, the fastest first."""
+    found = []
+    for tuning in SWEEP:
+        try:
+            row = measure("triton", repeats=repeats, tuning=tuning, **case)
+        except Exception as error:  # noqa: BLE001 - too many registers, or too much shared memory
+            print(tuning, type(error).__name__, file=sys.stderr)
+            continue
+        found.append({"tuning": asdict(tuning), **row})
+    return sorted(found, key=lambda row: -row["tflop_per_s"])
+
+
 def main() -> int:
     options = parser(__doc__)
     options.set_defaults(device="cuda")
     options.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
     options.add_argument("--page", type=int, default=16)
     options.add_argument("--repeats", type=int, default=15)
+    options.add_argument("--sweep", action="store_true")
     given = options.parse_args()
     if given.device != "cuda" or not torch.cuda.is_available():
         options.error("needs a CUDA device")
     found = []
     for rows, cached, count in CASES:
+        if given.sweep:
+            tried = swept(page=given.page, rows=rows, cached=cached, count=count, repeats=given.repeats)
+            found += tried
+            print(*(str({key: one[key] for key in ("tuning", "tflop_per_s")}) for one in tried[:4]), sep="\n")
+            continue
         for name in given.backend:
             shape = {"page": given.page, "rows": rows, "cached": cached, "count": count}
             found.append(measure(name, repeats=given.repeats, **shape))

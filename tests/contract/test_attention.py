@@ -377,9 +377,8 @@ def test_tiles_of_any_size_give_the_same_answer(backend, device, tile, scratch_m
         monkeypatch.setattr("tonnage.attention.sdpa_tiles.MASK_TILE_ELEMENTS", tile)
         monkeypatch.setattr("tonnage.declarations.sdpa.TILE_TOKENS", tile)
         monkeypatch.setattr("tonnage.declarations.sdpa.MASK_TILE_ELEMENTS", tile)
-    if backend == "triton":  # 16 keys, 64 and 128 a tile; from 16 tokens on a fresh prompt is torch's
+    if backend == "triton":  # 16 keys, 64 and 128 a tile
         monkeypatch.setattr("tonnage.attention.triton_tuning.DECODE_TILE_BYTES", tile * 16 * 4)
-        monkeypatch.setattr("tonnage.attention.triton.TORCH_TOKENS", tile)
     world = World(backend, scratch_memory, device, heads=9, kv_heads=3)
     for name in "abcd":
         world.add(name)

@@ -38,7 +38,7 @@ def test_a_host_and_a_card_without_triton_have_torch(there):
 
 
 def test_kernels_count_where_all_that_the_model_needs_is_compiled(there, monkeypatch):
-    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}, "paired": {DECODE: 1}})
+    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}})
     there(built=(PLAIN, WINDOW))
     assert choose("cuda", (PLAIN,), sm=90) == "flashinfer"
     assert choose("cuda", sm=90) == "triton", "no model is known yet"
@@ -47,11 +47,10 @@ def test_kernels_count_where_all_that_the_model_needs_is_compiled(there, monkeyp
 
 
 def test_kernels_count_for_what_was_measured_of_them(there, monkeypatch):
-    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}, "paired": {DECODE: 3}})
+    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}})
     others = (WINDOW, replace(PLAIN, head_dim=64), replace(PLAIN, has_softcap=True))
     there(built=(PLAIN, *others))
-    assert choose("cuda", (PLAIN,), sm=90) == "paired"
-    assert choose("cuda", (PLAIN,), sm=90, among=("triton", "flashinfer")) == "flashinfer"
+    assert choose("cuda", (PLAIN,), sm=90) == "flashinfer"
     assert choose("cuda", (PLAIN,), sm=90, among=("triton", "sdpa")) == "triton", "the layers have sinks, say"
     assert choose("cuda", (PLAIN,), sm=80) == choose("cuda", (PLAIN,)) == "triton"
     for other in others:
@@ -80,15 +79,21 @@ def test_the_load_is_256_sequences_of_1024_tokens_with_256_more():
     assert LOAD[PREFILL] == 256 * 32 * (1024 * 1024 // 2) * 4 * 128
 
 
-def test_rates_of_our_own_kernels_are_those_on_file():
-    filed = json.loads((RESULTS / "2026-11-30-h200-attention-decode.json").read_text())["rows"]
-    measured = {Point("decode", row["batch"], row["context"]): row["gb_per_s"] for row in filed if row["page"] == 16}
+def test_rates_are_those_on_file():
+    def filed(name):
+        return json.loads((RESULTS / f"2026-11-30-h200-attention-{name}.json").read_text())["rows"]
+
+    decodes = {Point("decode", row["batch"], row["context"]): row["gb_per_s"] for row in filed("decode")
+               if row["page"] == 16}  # fmt: skip
     ours = {point: rate for point, rate in RATES["triton"].items() if point.stage == "decode"}
-    assert ours.items() <= measured.items()
+    assert ours.items() <= decodes.items()
     assert {point for point in RATES["flashinfer"] if point.stage == "decode"} == set(ours)
+    for name, told in (("triton", "triton kernels"), ("flashinfer", "flashinfer fa3")):
+        prompts = {Point("prefill", row["rows"], row["count"]): round(row["tflop_per_s"]) for row in filed("prefill")
+                   if row["backend"] == told and not row["cached"]}  # fmt: skip
+        assert prompts == {point: rate for point, rate in RATES[name].items() if point.stage == "prefill"}
 
 
-def test_auto_is_the_pair_by_what_has_been_measured(there):
+def test_auto_is_triton_by_what_has_been_measured(there):
     there(built=(PLAIN,))
-    assert choose("cuda", (PLAIN,), sm=90) == "paired"
-    assert choose("cuda", (PLAIN,), sm=90, among=("triton", "flashinfer")) == "triton"
+    assert choose("cuda", (PLAIN,), sm=90) == "triton"

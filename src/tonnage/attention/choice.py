@@ -28,8 +28,7 @@ class Point:
     tokens: int
 
 
-#: Without "paired": by these rates it is the fastest, but a soak of it at full load ran out of memory once
-#: (2026-11-30-h200-soak-card-paired-d40a652.json). What was wrong is mended; it waits for a soak that holds.
+#: Without "paired", which would be the fastest: it waits for a soak that holds (docs/decisions/0037).
 WITH_FLASHINFER = ("flashinfer",)
 #: Seconds are work over rate: GB/s of keys and values for "decode", TFLOP/s of the causal half for "prefill".
 UNITS = {"decode": 10**9, "prefill": 10**12}
@@ -40,7 +39,7 @@ LOAD: Mapping[Point, int] = {
 }
 
 #: Decodes of "triton", and prompts of both: benchmarks/results/2026-11-30-h200-attention-decode.json and
-#: 2026-11-30-h200-attention-prefill.json. Decodes of FlashInfer 0.6.14: on the same kind of card on 2026-11-29, on
+#: 2026-11-30-h200-attention-prefill.json ("triton kernels"). Decodes of FlashInfer 0.6.14: on the same kind of card on 2026-11-29, on
 #: tensor cores in a graph. Prompts go through its fa3.
 _TRITON = {
     Point("decode", 1, 1024): 616,

@@ -1,9 +1,8 @@
 """Two backends over one pool: steps of decodes alone by our Triton kernels, all others by FlashInfer's.
 
 Ours reads the past of decodes at a higher rate (``choice.RATES``) and appends in the same kernel; FlashInfer's "fa3"
-computes prompts on Hopper's own instructions. Whether the pair is the faster whole has not been measured. Both write
-and read the same pages, and one step is done by one of them, so that they use one scratch in turn. Graphs hold decodes,
-and so our kernels.
+computes prompts on Hopper's own instructions. Both write and read the same pages, and one step is done by one of them,
+so that they use one scratch in turn. Graphs hold decodes, and so our kernels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Attention by our own Triton kernels: what a GPU runs with no package beside torch.
 
 Decode rows go through a split-KV kernel that reads pages where they lie, all of them in one launch. Prefill rows go
-through one that does the same for many queries a row; long prompts from position 0, whose keys are the ones just
-computed, through torch's flash attention instead, which is the faster of the two where a row fills the chip.
+through one that does the same for many queries a row.
 
 The number of splits depends on the number of decode rows alone, so that a captured graph replays what it captured
 and an eager step of as many rows gives the same bits. Partial outputs are the only scratch; their bound is
@@ -24,7 +23,6 @@ import torch
 from tonnage.attention import require_triton
 from tonnage.attention.append import append, next_power_of_2
 from tonnage.attention.base import Row, Rows
-from tonnage.attention.fresh import Run, attend, runs_of
 from tonnage.attention.pages import Pages
 from tonnage.attention.triton_inputs import StaticInputs
 from tonnage.attention.triton_tuning import Tuning, decode_tuning, prefill_tuning
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from tonnage.workspace import StepScratch
 
 LOG2_E = 1 / math.log(2)
-#: A prompt from position 0 of so many tokens goes to torch: a launch of its own in each layer must pay.
-TORCH_TOKENS = 1024
 #: A dot product of the tensor cores is at least so wide each way; query heads of a group are padded to it.
 LEAST_DOT_SIZE = 16
 MOST_HEAD_DIM = 256
@@ -73,18 +69,11 @@ class DecodeRows:
 
 @dataclass(slots=True, kw_only=True)
 class PrefillRows:
-    """Rows of several queries. The device tensors are those of ``prefill_kernel``, ``tables`` by group; ``blocks``
-    begins with the ``num_rest`` that torch cannot take. ``fresh`` are the others."""
+    """Rows of several queries, on the device as ``prefill_kernel`` takes them; ``tables`` by group."""
 
     spans: torch.Tensor
     blocks: torch.Tensor
     tables: Sequence[torch.Tensor]
-    num_rest: int
-    fresh: list[Run]
-
-    @property
-    def longest_fresh(self) -> int:
-        return max((run.length for run in self.fresh), default=0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,10 +107,6 @@ class _Layer:
             "CAPPED": bool(self.softcap),
             "HAS_SINKS": self.sinks is not None,
         }
-
-    def may_use_torch(self, longest: int) -> bool:
-        has_window = self.window is not None and self.window < longest
-        return not (has_window or self.softcap or self.sinks is not None)
 
 
 class TritonBackend:
@@ -161,21 +146,15 @@ class TritonBackend:
         if decode.size:
             arrays += [rows.offsets[decode].astype(np.int32), rows.ends[decode].astype(np.int32)]
             arrays += self._tables(rows, decode)
-        fresh, num_rest = list[Run](), 0
         if prefill.size:
             spans = np.stack([rows.starts, rows.ends, rows.offsets], axis=1)[prefill].astype(np.int32)
-            is_fresh = (spans[:, 0] == 0) & (spans[:, 1] >= TORCH_TOKENS)
-            fresh = runs_of([(offset, offset + end) for _, end, offset in spans[is_fresh].tolist()])
-            blocks, num_rest = _query_blocks(spans, is_fresh, self.prefill_tuning.queries)
-            arrays += [spans, blocks, *self._tables(rows, prefill)]
+            arrays += [spans, _query_blocks(spans, self.prefill_tuning.queries), *self._tables(rows, prefill)]
         there = iter(upload(arrays, self._pool.device))
         step = TritonStep(slots=self._by_group(there) if prefill.size else ())
         if decode.size:
             step.decode = self._decode_rows(next(there), next(there), self._by_group(there), scratch)
         if prefill.size:
-            step.prefill = PrefillRows(
-                spans=next(there), blocks=next(there), tables=self._by_group(there), num_rest=num_rest, fresh=fresh
-            )
+            step.prefill = PrefillRows(spans=next(there), blocks=next(there), tables=self._by_group(there))
         return step
 
     def static_inputs(self, limits: Limits) -> StaticInputs:
@@ -250,16 +229,7 @@ class TritonBackend:
             new = None if step.slots else (key, value)
             self._decode(step.decode, step.decode.tables[group], pages, query, out, wanted, new=new)
         if step.prefill is not None:
-            num_blocks = step.prefill.blocks.shape[0]
-            if step.prefill.fresh and wanted.may_use_torch(step.prefill.longest_fresh):
-                num_blocks = step.prefill.num_rest
-                for run in step.prefill.fresh:
-                    found = attend(run, query, key, value, scaling=scaling)
-                    if run.num * run.length == out.shape[0]:
-                        return found.reshape(1, *out.shape).contiguous()
-                    out[run.begin : run.end].view(found.shape).copy_(found)
-            if num_blocks:
-                self._prefill(step.prefill, step.prefill.tables[group], num_blocks, pages, query, out, wanted)
+            self._prefill(step.prefill, step.prefill.tables[group], pages, query, out, wanted)
         return out.unsqueeze(0)
 
     def _decode(
@@ -300,7 +270,6 @@ class TritonBackend:
         self,
         rows: PrefillRows,
         table: torch.Tensor,
-        num_blocks: int,
         pages: torch.Tensor,
         query: torch.Tensor,
         out: torch.Tensor,
@@ -309,7 +278,7 @@ class TritonBackend:
         from tonnage.attention.triton_prefill import prefill_kernel
 
         num_heads, tuning = query.shape[1], self.prefill_tuning
-        prefill_kernel[(num_heads, num_blocks)](
+        prefill_kernel[(num_heads, rows.blocks.shape[0])](
             out, query, pages, table, rows.spans, rows.blocks, out if wanted.sinks is None else wanted.sinks,
             query.stride(1), query.stride(2), table.stride(0), wanted.scale, LOG2_E * (wanted.softcap or 0.0),
             NUM_HEADS=num_heads, QUERIES=tuning.queries, TILE=tuning.keys,
@@ -330,19 +299,16 @@ class TritonBackend:
         }
 
 
-def _query_blocks(spans: np.ndarray, is_fresh: np.ndarray, queries: int) -> tuple[np.ndarray, int]:
-    """Rows cut into blocks of queries, int32 [blocks, 2] as (row, first query), and how many are not of fresh rows.
-
-    Those come first, and among each kind the ones with the most keys, so that no long one is left for the end.
-    """
+def _query_blocks(spans: np.ndarray, queries: int) -> np.ndarray:
+    """Rows cut into blocks of queries, int32 [blocks, 2] as (row, first query): those with the most keys first, so that
+    no long one is left for the end."""
     counts = spans[:, 1] - spans[:, 0]
     num_blocks = -(-counts // queries)
     row = np.repeat(np.arange(len(spans)), num_blocks)
     first = (np.arange(row.size) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)) * queries
     num_keys = np.minimum(spans[row, 0] + first + queries, spans[row, 1])
-    order = np.lexsort((-num_keys, is_fresh[row]))
-    blocks = np.stack([row, first], axis=1)[order].astype(np.int32)
-    return blocks, int(np.count_nonzero(~is_fresh[row]))
+    order = np.argsort(-num_keys, kind="stable")
+    return np.stack([row, first], axis=1)[order].astype(np.int32)
 
 
 def _require_runnable(pages: Pages) -> None:

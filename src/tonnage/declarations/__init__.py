@@ -7,7 +7,7 @@ A row takes one kind of attention layer, as this rank has it, and returns the ba
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tonnage.config import Limits
 from tonnage.declarations import fa3, flashinfer, triton_decode, trtllm_mla
@@ -53,8 +53,8 @@ def _sdpa(shape: AttentionShape) -> tuple[Scratch, ...]:
 
 
 def _paired(shape: AttentionShape) -> tuple[Scratch, ...]:
-    """Both backends' own, of one share: each step is done by one of the two."""
-    return (*triton_decode.declare(shape), *flashinfer.declare(shape))
+    """Both backends' own, of one share: each step is done by one of the two, and what is captured by the first."""
+    return (*triton_decode.declare(shape), *(replace(each, captured=False) for each in flashinfer.declare(shape)))
 
 
 BACKENDS: Mapping[str, Backend] = {

@@ -70,7 +70,8 @@ def fa3_plan_bytes(*, num_items: int, num_sms: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FlashInferScratch(Scratch):
-    """A plan for the decodes and one for the prompts, for each window of the layers, and floats for the decodes."""
+    """A plan for the decodes and one for the prompts, for each window of the layers, and floats for the decodes: of the
+    size that graphs ask for where they are ``captured``, as they are but for a pair of backends."""
 
     backend: str = "flashinfer"
     name: str = "plans and floats"
@@ -82,9 +83,10 @@ class FlashInferScratch(Scratch):
 
     def bytes_at(self, shape: StepShape, chip: Chip) -> int:
         plans, floats = 0, 0
+        captured = shape.captured and self.captured
         if shape.decode_rows:
-            plans += self._piece(self.decode_plan_bytes(shape.decode_rows, chip, captured=shape.captured))
-            floats = self._piece(self.float_bytes(shape.decode_rows, chip, captured=shape.captured))
+            plans += self._piece(self.decode_plan_bytes(shape.decode_rows, chip, captured=captured))
+            floats = self._piece(self.float_bytes(shape.decode_rows, chip, captured=captured))
         if shape.prefill_tokens:
             # Rows of one token that stand behind the first prompt are planned with it.
             num_rows = max(1, shape.prefill_rows) + shape.decode_rows
