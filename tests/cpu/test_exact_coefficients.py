@@ -25,5 +25,5 @@ def test_a_kind_that_nobody_measured_has_the_widest_margin():
     assert (nothing.low, nothing.best, nothing.high) == (1 - (nothing.high - 1), 1, nothing.high)
     measured = coefficient("feed-forward")
     assert nothing.high > coefficient("packed feed-forward").high > measured.high > 1
-    assert measured.told.endswith("NVIDIA H200, 2026-11-29 (Llama-3.1-8B)")
+    assert measured.told.endswith("NVIDIA H200, 2026-11-29 and NVIDIA H200, 2026-11-30 (Gemma-3-12B, Llama-3.1-8B)")
     assert all((ROOT / record.result).is_file() for record in records())
