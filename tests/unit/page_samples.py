@@ -18,7 +18,7 @@ from tonnage.units import parse_bytes
 #: Dense, mixture of experts, hybrid on a unified machine, latent with refused cells.
 SAMPLES = {
     "llama-3.1-8b": "H100", "qwen3-30b-a3b": "H200", "qwen3.6-27b": "GB10", "deepseek-v2-lite": "A100-40",
-    "smollm2": "2300MiB",
+    "smollm2": "2080MiB",
 }  # fmt: skip
 HOSTILE = "</script><script>alert(\"x\")</script>&<!--slot:data--><b title='a'>"
 

@@ -50,7 +50,7 @@ def test_as_many_graphs_as_the_even_list_and_fewer_padded_steps(tonnage: Program
     assert fitted["excess_ppm"] < even["excess_ppm"] / 2
     assert fitted["mean_step_ns"] < even["mean_step_ns"]
     assert fitted["tokens_per_second"] > even["tokens_per_second"]
-    assert fitted["graph_bytes"] == len(fitted["sizes"]) * 7 * 2**20
+    assert fitted["graph_bytes"] == len(fitted["sizes"]) * 2**20
     assert fitted["kv_tokens"] is None is fitted["whole_ppm"] is document["price_ppm"]
     excess = [point["excess_ppm"] for point in document["curve"]]
     assert excess == sorted(excess, reverse=True)

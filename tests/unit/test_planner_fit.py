@@ -32,7 +32,7 @@ WORKED = [
     (H100, LONGEST, {}, "sequences of 131,072 tokens", []),
     (
         generic_card(24 * GiB), LONGEST, {}, r"sequences of 12\d,\d{3} tokens",
-        ["graphs", "max_num_tokens", "max_batch_size", "kv_dtype"],
+        ["max_num_tokens", "max_batch_size", "kv_dtype"],
     ),
     (H100, MOST, {"max_seq_len": 32_768}, "3\\d sequences of 32,768 tokens at once", ["max_num_tokens", "kv_dtype"]),
     (H100, workload(64, 4000, 1000), {}, "all 64 resident, 5,000 tokens each", []),

@@ -486,12 +486,12 @@ class TestAdapters:
 
 
 def test_graphs_declared():
-    """Three graphs: one pool for 64 rows, 7 MiB for each, where nobody has counted them."""
+    """Three graphs: one pool for 64 rows, a MiB for each, where nobody has counted them."""
     found = by_name(counted=frozenset())["cuda graphs"]
     assert found.low is not None
     assert found.high is not None
-    assert size(found) - found.low == 3 * 6 * MiB
-    assert found.high - size(found) == 3 * 9 * MiB
+    assert size(found) - found.low == 3 * MiB
+    assert found.high - size(found) == 3 * 6 * MiB
     assert found.line == LineKind.GRAPHS
 
 

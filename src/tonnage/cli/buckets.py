@@ -78,7 +78,7 @@ class StepOptions:
 class MemoryOptions:
     """What a graph takes, and what that is worth."""
 
-    graph_bytes: Annotated[opt.Text, opt.option("--graph-bytes", "SIZE", "Of one graph (default 7MiB).")] = None
+    graph_bytes: Annotated[opt.Text, opt.option("--graph-bytes", "SIZE", "Of one graph (default 1MiB).")] = None
     kv_token_bytes: Annotated[opt.Text, opt.option("--kv-token-bytes", "SIZE", "Of one token in the cache.")] = None
     request_tokens: Annotated[opt.Text, opt.option("--request-tokens", "N", "Set aside for one request.")] = None
     running: Annotated[opt.Text, opt.option("--running", "N", "Requests that run when the cache is full.")] = None

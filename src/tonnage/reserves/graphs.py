@@ -55,7 +55,7 @@ def claims(inputs: ReserveInputs) -> tuple[Claim, ...]:
 RESERVE = Reserve(
     name="graphs",
     trigger="batch sizes are captured, on a card",
-    formula="forward peak of the largest captured batch + graphs * 7 MiB",
+    formula="forward peak of the largest captured batch + graphs * 1 MiB",
     lifetime=Lifetime.RESIDENT,
     reference_side=None,
     claims=claims,
