@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +95,31 @@ def test_the_arena_sleeps_and_wakes_with_the_segments_in_it(site, steps):
     entries = {entry.tag: entry.physical_bytes for entry in site.ledger.snapshot().entries}
     assert entries == {"steps": 44 * MiB, "activations": 20 * MiB}
     torch.free(address)
+
+
+def test_a_pool_in_use_is_not_asked_for_again(steps, monkeypatch):
+    """Torch refuses that; a cache is refilled within a step and outside."""
+    depth = []
+
+    @contextmanager
+    def use(_):
+        assert not depth
+        depth.append(None)
+        yield
+        depth.pop()
+
+    steps.open(step_bytes=64 * MiB, kept_bytes=0, try_out=lambda: None)
+    monkeypatch.setattr(TorchSegments, "use", use)
+    with steps.used():
+        with steps.used():
+            assert depth
+        assert depth
+    assert not depth
+    with pytest.raises(ZeroDivisionError), steps.used():
+        raise ZeroDivisionError
+    depth.clear()
+    with steps.used():
+        assert depth
 
 
 def test_a_step_that_does_not_fit_gives_the_arena_up_and_says_so(site, steps):

@@ -68,7 +68,7 @@ def starts(model, *, file="", weights="stored"):
 
 
 def test_a_plan_file_spares_the_probes_and_gives_the_same_pool(folder, tmp_path, capsys):
-    first, *later = [starts(folder, file=tmp_path / "plan.json") for _ in range(3)]
+    first, *later = [starts(folder, file=tmp_path / "plan.json") for _ in range(2)]
     with capsys.disabled():
         for one in (first, *later):
             print(f"\n  {one['kv']:,} bytes in {one['seconds']} s, probe {one['stages']['probe']} ms: {one['told']}")
@@ -279,8 +279,8 @@ def test_what_torch_keeps_for_steps_is_the_same_after_a_sleep(folder, prompts, t
         assert sum(before.values()) > 2
         for tags in (("kv",), ("graphs",), ()):
             engine.sleep(*tags)
-            if "graphs" not in tags:
-                assert cache._present() != before
+            if "graphs" not in tags:  # in an arena of ours segments sleep as they are
+                assert (cache._present() == before) == torch_segments
             engine.wake()
             assert cache._present() == before
         texts(engine, prompts)

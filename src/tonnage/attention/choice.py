@@ -39,8 +39,8 @@ LOAD: Mapping[Point, int] = {
 }
 
 #: Decodes of "triton", and prompts of both: benchmarks/results/2026-11-30-h200-attention-decode.json and
-#: 2026-11-30-h200-attention-prefill.json ("triton kernels", "flashinfer fa3"). Decodes of FlashInfer 0.6.14: on the same
-#: kind of card on 2026-11-29, on tensor cores in a graph.
+#: 2026-11-30-h200-attention-prefill.json ("triton kernels", "flashinfer fa3"). Decodes of FlashInfer 0.6.14: on the
+#: same kind of card on 2026-11-29, on tensor cores in a graph.
 _TRITON = {
     Point("decode", 1, 1024): 616,
     Point("decode", 32, 1024): 3119,

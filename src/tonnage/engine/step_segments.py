@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -33,7 +33,7 @@ class StepSegments:
     def __init__(self, site: Site, torch_memory: TorchMemory) -> None:
         self._site, self._torch_memory = site, torch_memory
         self._segments: TorchSegments | None = None
-        self._is_used = False
+        self._is_used = self._is_inside = False
         self.route = Route(shim=None, reason="torch_segments does not ask for arenas of ours")
 
     @property
@@ -55,9 +55,19 @@ class StepSegments:
         """Of torch's pool that steps use now."""
         return self._segments.pool_id if self._segments is not None and self._is_used else (0, 0)
 
-    def used(self) -> AbstractContextManager[None]:
-        """What this thread asks of torch inside comes from the arena, if there is one."""
-        return self._segments.use() if self._segments is not None and self._is_used else nullcontext()
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """What this thread asks of torch inside comes from the arena, if there is one. Torch refuses a pool that is in
+        use already, so inside another one this changes nothing."""
+        if self._segments is None or not self._is_used or self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            with self._segments.use():
+                yield
+        finally:
+            self._is_inside = False
 
     @property
     def arena_bytes(self) -> int:
