@@ -35,8 +35,11 @@ test: lint
 	TONNAGE_TESTS_CORE_ONLY=1 $(PYTEST) tests/unit
 	$(PYTEST) --ignore=tests/unit
 
+# What looks at results alone comes first, several at a time: compiling kernels is most of it. The rest looks at the
+# whole card, and runs by itself.
 test-gpu: $(READY)
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m "gpu and shares_card" -n 8
+	$(BIN)/pytest -m "gpu and not shares_card"
 
 # Eight minutes on a card; exit code 1 where a rule is broken.
 soak-card: $(READY)

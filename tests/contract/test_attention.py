@@ -46,7 +46,9 @@ on_cpu_by_interpreter = pytest.mark.skipif(
 as_numpy_lets_it = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 #: Where each backend runs: one that is not here has no kernel on a CPU.
 ON_CPU = {"sdpa": (), "triton": (on_cpu_by_interpreter, as_numpy_lets_it)}
-ON_CARD = [pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in BACKENDS]
+ON_CARD = [
+    pytest.param(name, "cuda", id=f"{name}-cuda", marks=[pytest.mark.gpu, pytest.mark.shares_card]) for name in BACKENDS
+]
 #: Dtype and head dim of backends that have not those of the others, and how far off half precision may be.
 KINDS = dict.fromkeys(("flashinfer", "paired"), (torch.bfloat16, 128))
 SMALL, HALF_BOUND = (torch.float32, 16), 0.03

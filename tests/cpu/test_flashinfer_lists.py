@@ -21,7 +21,7 @@ DEVICES = [
             pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
         ],
     ),
-    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.shares_card]),
 ]
 
 

@@ -15,7 +15,7 @@ from tonnage.config import Limits
 from tonnage.declarations import AttentionShape, declare_for
 from tonnage.terms import StepShape
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.shares_card]
 
 DEVICE = "cuda"
 SHAPES = [(32, 8, 128), (8, 8, 128), (5, 1, 128), (9, 3, 64), (14, 2, 64), (16, 2, 256)]

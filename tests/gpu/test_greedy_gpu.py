@@ -9,7 +9,7 @@ import torch
 from tonnage.engine.sampling import Sampler, SamplingTable
 from tonnage.sampling import SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.shares_card]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.shares_card]
 
 DEVICE = "cuda"
 LAYERS, LAYER = 3, 1
