@@ -3,8 +3,8 @@
 A compiler such as Inductor computes pointwise operations, reductions and copies inside the kernels that want them.
 What lies in memory then is: what goes into and comes out of kernels that it only calls (products, attention, sorts),
 what the function returns, and what one fused kernel leaves for a later one. A fused kernel writes its result over an
-input of equal size that nobody reads any more. Everything lives from the kernel that makes it to the last one that
-reads it.
+input that it reads element by element and nobody reads any more. Everything lives from the kernel that makes it to the
+last one that reads it, or until something else has its place (``reuse``).
 
 So each region of a trace is taken apart into kernels and played again: an operation's *level* is the number of called
 kernels before it, fused operations of one level that hang together are one kernel, and a value stays in memory where
@@ -16,14 +16,19 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 
 import torch
 
+from tonnage.engine.exact.reuse import Dead, Key, Life, Pool
 from tonnage.engine.exact.segments import Event
 from tonnage.engine.exact.trace import Op, Region, Trace
+
+#: Called operations that are told where to write, and others whose results the compiler takes for aligned.
+GIVEN_ROOM = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+ALIGNED = ("aten::_grouped_mm",)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +43,16 @@ class _Value:
     readers: list[int] = field(default_factory=list)
     is_kept: bool = False
     slot: int = -1
+    #: By the address, as the compiler knows it: it does not of what an operation allocates by itself.
+    is_aligned: bool = True
+
+    @property
+    def key(self) -> Key:
+        return self.num_bytes, self.dtype
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_bytes // self.dtype.itemsize
 
 
 @dataclass(slots=True, eq=False)
@@ -49,17 +64,28 @@ class _Node:
     is_recomputed: bool
     reads: list[_Value] = field(default_factory=list)
     makes: list[_Value] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+
+    @property
+    def num_elements(self) -> int:
+        """Of what it makes."""
+        return max((value.num_elements for value in self.makes), default=0)
 
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """Operations that run as one, ``members`` by number; ``place`` in the order of the uncompiled run."""
+    """Operations that run as one, ``members`` by number; ``place`` in the order of the uncompiled run.
+
+    whole  of what it reads, what all of its operations read element by element
+    """
 
     members: list[int]
+    name: str
     is_fused: bool
     place: int
     reads: list[_Value] = field(default_factory=list)
     makes: list[_Value] = field(default_factory=list)
+    whole: list[_Value] = field(default_factory=list)
 
 
 def compiled_events(trace: Trace) -> tuple[list[Event], list[int]]:
@@ -111,8 +137,10 @@ class _Played:
         self.escaped = {value.storage: value.slot for value in returned}
 
     def _play(self, kernels: Sequence[_Kernel], returned: Sequence[_Value]) -> None:
+        kernels = [kernel for kernel in kernels if kernel.makes]
         last_reader = {id(value): number for number, kernel in enumerate(kernels) for value in kernel.reads}
         stays = {id(value) for value in returned}
+        pool = Pool(list(_lives(kernels, last_reader, stays)), len(kernels))
         for number, kernel in enumerate(kernels):
             op = self._first + max(kernel.members)
             dying = [
@@ -121,28 +149,40 @@ class _Played:
                 if last_reader[id(value)] == number and id(value) not in stays and value.slot >= 0
             ]
             for value in kernel.makes:
-                place = self._reused(value, dying, is_fused=kernel.is_fused)
-                if place is None:
-                    place = next(self._slots)
-                    self._note(place, value.num_bytes, op)
-                value.slot = place
+                value.slot = self._place(kernel, value, dying, pool, number, op)
             unread = [each for each in kernel.makes if id(each) not in last_reader and id(each) not in stays]
             for value in (*dying, *unread):
+                if value.is_aligned:
+                    pool.give(value.key, Dead(value.slot, number, len(self.events)))
                 self._note(value.slot, -value.num_bytes, op)
+        kept = [place for place, (_, num_bytes) in enumerate(self.events) if num_bytes]
+        self.events, self.at = [self.events[place] for place in kept], [self.at[place] for place in kept]
 
-    def _reused(self, value: _Value, dying: list[_Value], *, is_fused: bool) -> int | None:
-        """The place of an input that nobody reads any more: of the same storage, or in a fused kernel of the same
-        kind. It is no longer among the dying then."""
+    def _place(self, kernel: _Kernel, value: _Value, dying: list[_Value], pool: Pool, number: int, op: int) -> int:
+        """Over an input that dies with it, which is no longer among the dying then; where a dead one was; or new."""
         for other in dying:
-            is_alike = other.num_bytes == value.num_bytes and other.dtype == value.dtype
-            if other is value.old or (is_fused and is_alike):
+            if other is value.old or (kernel.is_fused and other.key == value.key and other in kernel.whole):
                 dying.remove(other)
                 return other.slot
-        return None
+        dead = pool.take(value.key, number) if kernel.is_fused or kernel.name in GIVEN_ROOM else None
+        if dead is not None:
+            self.events[dead.event] = (dead.slot, 0)  # it was not given back after all
+            return dead.slot
+        slot = next(self._slots)
+        self._note(slot, value.num_bytes, op)
+        return slot
 
     def _note(self, slot: int, num_bytes: int, op: int) -> None:
         self.events.append((slot, num_bytes))
         self.at.append(op)
+
+
+def _lives(kernels: Sequence[_Kernel], last_reader: Mapping[int, int], stays: Set[int]) -> Iterator[Life]:
+    """Of everything that the kernels make."""
+    for number, kernel in enumerate(kernels):
+        for value in kernel.makes:
+            last = None if id(value) in stays else last_reader.get(id(value), number)
+            yield Life(value.num_bytes, number, last)
 
 
 def _graph(ops: Sequence[Op]) -> tuple[list[_Node], dict[int, _Value]]:
@@ -155,11 +195,13 @@ def _graph(ops: Sequence[Op]) -> tuple[list[_Node], dict[int, _Value]]:
         level = max((node.level for node in makers), default=0) + (not op.is_fused)
         # Of nothing but arguments, which the caller holds: it can be computed again wherever it is wanted.
         is_recomputed = op.is_fused and (op.is_created or not reads)
-        node = _Node(op=op, level=level, is_recomputed=is_recomputed, reads=reads)
+        given = [storage for storage in op.reads if storage not in now]
+        node = _Node(op=op, level=level, is_recomputed=is_recomputed, reads=reads, given=given)
         for value in reads:
             value.readers.append(number)
         for made in op.makes:
             value = _Value(made.storage, made.num_bytes, made.dtype, number)
+            value.is_aligned = op.is_fused or op.name in (*GIVEN_ROOM, *ALIGNED)
             node.makes.append(value)
             now[made.storage] = value
         for storage in op.writes:
@@ -185,7 +227,8 @@ def _keep(nodes: Sequence[_Node], returned: Sequence[_Value]) -> None:
 
 
 def _kernels(nodes: Sequence[_Node]) -> list[_Kernel]:
-    """One kernel for each called operation, and for fused ones of a level that hang together and are wanted."""
+    """One kernel for each called operation, and for fused ones of a level that are wanted and hang together: one reads
+    the other, or they go over as many elements and share something that the function was given."""
     wanted = _wanted(nodes)
     groups = list(range(len(nodes)))
 
@@ -194,11 +237,18 @@ def _kernels(nodes: Sequence[_Node]) -> list[_Kernel]:
             number = groups[number]
         return number
 
-    for number in wanted:
+    fused = [number for number in wanted if nodes[number].op.is_fused]
+    for number in fused:
         for value in nodes[number].reads:
             maker = nodes[value.maker]
-            if nodes[number].op.is_fused and maker.op.is_fused and maker.level == nodes[number].level:
+            if maker.op.is_fused and maker.level == nodes[number].level:
                 groups[root(number)] = root(value.maker)
+    sharers: dict[tuple[int, int, int], int] = {}
+    for number in fused:
+        node = nodes[number]
+        for storage in node.given:
+            other = sharers.setdefault((storage, node.level, node.num_elements), number)
+            groups[root(number)] = root(other)
     members: dict[int, list[int]] = defaultdict(list)
     for number in wanted:
         members[root(number)].append(number)
@@ -206,21 +256,28 @@ def _kernels(nodes: Sequence[_Node]) -> list[_Kernel]:
 
 
 def _kernel(nodes: Sequence[_Node], members: list[int]) -> _Kernel:
-    kernel = _Kernel(members=members, is_fused=nodes[members[0]].op.is_fused, place=members[-1])
-    inside = set(members)
+    first = nodes[members[0]].op
+    kernel = _Kernel(members=members, name=first.name, is_fused=first.is_fused, place=members[-1])
+    inside, uneven = set(members), set()
     for number in members:
         kernel.makes += [value for value in nodes[number].makes if value.is_kept]
-        kernel.reads += [value for value in _kept_reads(nodes, number) if value.maker not in inside]
+        for reader in _through(nodes, number):
+            for value in nodes[reader].reads:
+                if value.is_kept and value.maker not in inside:
+                    kernel.reads.append(value)
+                    if nodes[reader].num_elements != value.num_elements:
+                        uneven.add(id(value))
+    kernel.whole = [value for value in kernel.reads if id(value) not in uneven]
     return kernel
 
 
-def _kept_reads(nodes: Sequence[_Node], number: int) -> Iterator[_Value]:
-    """What lies in memory and is read, be it by what is computed again on the way."""
+def _through(nodes: Sequence[_Node], number: int) -> Iterator[int]:
+    """An operation, and those that are computed again on the way to it."""
+    yield number
     for value in nodes[number].reads:
-        if value.is_kept:
-            yield value
-        elif nodes[value.maker].level != nodes[number].level or nodes[value.maker].is_recomputed:
-            yield from _kept_reads(nodes, value.maker)
+        maker = nodes[value.maker]
+        if not value.is_kept and (maker.level != nodes[number].level or maker.is_recomputed):
+            yield from _through(nodes, value.maker)
 
 
 def _wanted(nodes: Sequence[_Node]) -> list[int]:

@@ -232,7 +232,8 @@ def _peaks(found: Sequence[Seen], *, device_kind: str, is_compiled: bool, reserv
             taken = max(together, reserved_by([seen.events])) if seen is largest else reserved_by([seen.events])
             told = f"fake tensors: {tokens}, segments replayed"
             reserved = coefficient(reserved_kind).of(taken, at_most=None, told=told)
-            reserved = replace(reserved, low=max(reserved.low, allocated.low))
+            least = {each: max(getattr(reserved, each), getattr(allocated, each)) for each in ("low", "bytes", "high")}
+            reserved = replace(reserved, **least)
         peaks.append(
             StagePeak(
                 stage=seen.name,

@@ -105,7 +105,8 @@ class Tracer(StorageTracker):
             self.trace.ops.append(
                 Op(
                     name=func._schema.name,
-                    is_fused=is_fused(func),
+                    # Of complex numbers compilers write no code.
+                    is_fused=is_fused(func) and not any(made.dtype.is_complex for made in self._made),
                     is_created=is_created(func),
                     module=self._modules[-1],
                     reads=reads,
