@@ -100,7 +100,8 @@ class MemoryOptions:
             raise UserError(f"a price of memory takes {_ALL_OR_NONE}", remedy="add what is missing, or leave out all")
         num_running = parse_count(self.running or "", knob="--running")
         if num_running > max_batch_size:
-            raise InvalidSetting("--running", self.running, f"above --max-batch-size = {max_batch_size}")
+            remedy = f"write at most {max_batch_size}, or raise --max-batch-size"
+            raise InvalidSetting("--running", self.running, f"above --max-batch-size = {max_batch_size}", remedy=remedy)
         return Price(
             graph_bytes=self.each_bytes(),
             kv_token_bytes=parse_bytes(self.kv_token_bytes or "", knob="--kv-token-bytes"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.errors import InputError
-from tonnage.files import write_whole
+from tonnage.files import to_read, to_write, why, write_whole
 from tonnage.terms import PLAN_SCHEMA, RUN_SCHEMA
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def write_file(path: str | Path, text: str, *, force: bool, flag: str) -> None:
     try:
         write_whole(target, text, replaces=force)
     except OSError as fault:
-        raise InputError(f"{flag} {target} cannot be written: {fault.strerror}", knob=flag, value=str(path)) from None
+        told = f"{flag} {target} cannot be written: {why(fault)}"
+        raise InputError(told, knob=flag, value=str(path), remedy=to_write(fault)) from None
 
 
 def _text(path: Path) -> str:
@@ -91,7 +92,8 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         raise InputError(f"there is no file {path}", value=str(path), remedy="check the path") from None
     except OSError as fault:
-        raise InputError(f"{path} cannot be read: {fault.strerror}", value=str(path), remedy=_NAME_ONE) from None
+        remedy = f"{to_read(fault)}: one that plan --output or run --run-file wrote"
+        raise InputError(f"{path} cannot be read: {why(fault)}", value=str(path), remedy=remedy) from None
     except UnicodeDecodeError as fault:
         told = f"{path} is not UTF-8 text (byte {fault.start})"
         raise InputError(told, value=str(path), remedy=_NAME_ONE) from None
