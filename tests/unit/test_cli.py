@@ -147,6 +147,9 @@ BAD = {
     "diff plan.json plan.json --attention-dp --stage 0 --pp 1": "--pp, --stage, --attention-dp would change nothing",
     "diff plan.json plan.json --corrections x --dtype fp8": "--dtype, --corrections would|leave them out",
     f"diff {LLAMA} --gpu H100 --engine vllm==0.19 --engine vllm --pp 2 --stage 2": "--stage = 2: stages are",
+    f"{H100} --output {'a' * 300}": "--output 'aaa|cannot be written: File name too long. To change: choose a shorter",
+    f"{H100} --html {'a' * 300}": "--html 'aaa|To change: choose a shorter name",
+    f"{H100} --reference max_beam_width={10**15}": "To change: give smaller numbers by --reference",
     # the program itself
     "paln x": "No such command 'paln'|Did you mean 'plan'?|To change: see tonnage --help",
     f"{PLAN} --memry 80GiB": "No such option '--memry'|Did you mean '--memory'?|To change: see tonnage plan --help",

@@ -122,7 +122,6 @@ def test_suffixes_that_the_engines_read_are_read() -> None:
         "vllm:max_model_len=8K",
         "vllm:max_num_batched_tokens=8k",
         "sglang:context_length=8Ki",
-        "sglang:page_size=1_6",
     ]
     found = read_settings(typed, engines=["vllm", "sglang"])
     assert found["vllm"] == {"max_model_len": 8192, "max_num_batched_tokens": 8000}

@@ -96,19 +96,7 @@ def stub_engine(
         is_cached=prefix_caching,
         is_shadowed=checks_contents,
     )
-    check_sizes(sizes)
-    if max_batch_size <= max_num_tokens and max_seq_len <= kv_tokens:  # else the planner refuses it, whatever is there
-        check_fits(sizes, available_bytes=host_memory().available_bytes)
-    plan = plan_without_device(
-        _config(max_seq_len),
-        card=host_card(max(_PLANNED_BYTES, sizes.planned_bytes), page_bytes=4096),
-        knobs=Knobs(kv_tokens=Setting(kv_tokens), block_tokens=Setting(block_tokens), admission=Setting(admission)),
-        limit_knobs=LimitKnobs(
-            max_seq_len=Setting(max_seq_len),
-            max_batch_size=Setting(max_batch_size),
-            max_num_tokens=Setting(max_num_tokens),
-        ),
-    )
+    plan = _planned(sizes, admission=admission, max_num_tokens=max_num_tokens)
     head, host = (-(-tokens // block_tokens) for tokens in (head_tokens, host_kv_tokens))
     runtime = _StubRuntime.of(
         replace(plan, limits=replace(plan.limits, prefix_caching=prefix_caching)),
@@ -120,6 +108,26 @@ def stub_engine(
         steps_ahead=int(overlap),
     )
     return Engine(runtime, LetterText([_STOP_ID]), ())
+
+
+def _planned(sizes: StubSizes, *, admission: str, max_num_tokens: int) -> MemoryPlan:
+    check_sizes(sizes)
+    if sizes.max_batch_size <= max_num_tokens and sizes.max_seq_len <= sizes.kv_tokens:  # else the planner refuses it
+        check_fits(sizes, available_bytes=host_memory().available_bytes)
+    return plan_without_device(
+        _config(sizes.max_seq_len),
+        card=host_card(max(_PLANNED_BYTES, sizes.planned_bytes), page_bytes=4096),
+        knobs=Knobs(
+            kv_tokens=Setting(sizes.kv_tokens),
+            block_tokens=Setting(sizes.block_tokens),
+            admission=Setting(admission),
+        ),
+        limit_knobs=LimitKnobs(
+            max_seq_len=Setting(sizes.max_seq_len),
+            max_batch_size=Setting(sizes.max_batch_size),
+            max_num_tokens=Setting(max_num_tokens),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

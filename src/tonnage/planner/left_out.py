@@ -16,6 +16,8 @@ from tonnage.planner.question import Question
 MOST_TOGETHER = 3
 #: Where none of the above helps: what is asked for is too large by itself.
 NOTHING_HELPS = "plan a smaller model, or spread it over more devices (--tp, --pp)"
+#: The same under the reference policy, whose own knobs are not changed here.
+NO_SUCH_KNOBS = "give smaller numbers by --reference, or leave them out; else plan a smaller model or more devices"
 #: The same where the steps have been measured: smaller ones are measured anew.
 MEASURE_AGAIN = "start it with a smaller max_num_tokens, max_batch_size or max_seq_len"
 
@@ -78,6 +80,8 @@ def told(some: Sequence[tuple[str, str]]) -> str:
 
 def nothing_helps(aim: Aim) -> str:
     """What to do in general: it was not planned."""
+    if aim.question.reference is not None:
+        return NO_SUCH_KNOBS
     return NOTHING_HELPS if aim.question.measured is None else MEASURE_AGAIN
 
 

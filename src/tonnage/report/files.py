@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tonnage.errors import InputError
 from tonnage.files import to_read, to_write, why, write_whole
 from tonnage.terms import PLAN_SCHEMA, RUN_SCHEMA
+from tonnage.units import shown
 
 if TYPE_CHECKING:
     from tonnage.report.plan_json import PlanFile
@@ -57,9 +58,19 @@ def read_file(path: str | Path) -> PlanFile | RunFile:
 
 def check_writable(path: str | Path, *, force: bool, flag: str) -> Path:
     """Refuse an existing file (unless ``force``) and a folder that is not there, before any work is done."""
-    target = Path(path)
     if str(path) == "-":
         raise InputError(f"{flag} needs a file", knob=flag, value="-", remedy="to print it instead, use --json")
+    try:
+        return _checked(Path(path), force=force, flag=flag)
+    except (OSError, ValueError) as fault:  # a name that is too long, or has a zero byte
+        remedy = to_write(fault) if isinstance(fault, OSError) else "choose another name"
+        raise InputError(
+            f"{flag} {shown(str(path))} cannot be written: {why(fault)}", knob=flag, value=str(path), remedy=remedy
+        ) from None
+
+
+def _checked(target: Path, *, force: bool, flag: str) -> Path:
+    path = target
     if target.is_dir():
         raise InputError(f"{flag} {target} is a folder", knob=flag, value=str(path), remedy="name a file")
     if target.exists() and not force:

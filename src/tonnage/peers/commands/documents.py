@@ -76,8 +76,8 @@ def _told(fault: Exception) -> str:
     return what if mark is None else f"line {mark.line + 1}: {what}"
 
 
-def _remedy(text: str) -> str | None:
-    return "render the template first (helm template ...)" if "{{" in text else None
+def _remedy(text: str) -> str:
+    return "render the template first (helm template ...)" if "{{" in text else "give a manifest, or launch commands"
 
 
 def _size(value: object, sizes: dict[int, int | None], name: str) -> int:
