@@ -17,7 +17,7 @@ from tonnage.bench.limits import Limits
 from tonnage.bench.measure import Measurement, Sample, measure
 from tonnage.bench.report import BENCH_SCHEMA, bench_document, figures, percentile, show_bench, text_of
 from tonnage.bench.series import Series, series_document, show_series
-from tonnage.bench.workloads import BAR_WORKLOADS, QUIET_STEPS, WORKLOADS, Span, workload, workload_names
+from tonnage.bench.workloads import BAR_WORKLOADS, QUIET_STEPS, WORKLOADS, Span, Workload, workload, workload_names
 from tonnage.engine.stub import stub_engine
 from tonnage.errors import InputError, InvalidSetting
 from tonnage.report.draw import console_for
@@ -252,6 +252,15 @@ def test_a_workload_that_can_never_be_served_is_refused_before_anything_runs():
     with pytest.raises(InputError, match=r"workload 'batch32'.*Need: .*Have: .*--scale"):
         timed.measure(workload("batch32"))
     assert timed.now_ns == 10**9
+
+
+def test_prompts_longer_than_any_sequence_are_refused_before_they_are_made(monkeypatch):
+    timed = Timed(max_seq_len=512)
+    monkeypatch.setattr(Workload, "prompt", lambda *_: pytest.fail("made"))
+    with pytest.raises(InputError, match=r"19,000,000 prompt tokens.*Need: .*Have: max_seq_len = 512.*To change: "):
+        timed.measure(workload("single", input_tokens=Span(19_000_000, 19_000_000)))
+    with pytest.raises(InvalidSetting, match=r"more than 20,000,000 tokens of prompts. To change: lower --requests"):
+        workload("batch32", input_tokens=Span(1, 10**18))
 
 
 # -- figures -------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 PLAN = f"plan {LLAMA}"
+H100 = f"{PLAN} --device H100"
 NAMED = ("Llama 3.1 8B", str(LLAMA))
 
 #: command line -> what its paragraph must hold. "|" separates the pieces.
@@ -117,8 +118,8 @@ BAD = {
     # run, before there is an engine
     "run m": "nothing to do|Need: one of --prompt TEXT|--input FILE|To change: add --prompt",
     "run m --prompt a --input plan.json": "both --prompt and --input|To change: keep one",
-    "run m --input nowhere.jsonl": "--input nowhere.jsonl cannot be read: No such file",
-    "run m --input empty": "--input empty cannot be read: Is a directory",
+    "run m --input nowhere.jsonl": "--input nowhere.jsonl cannot be read: No such file|To change: check the path",
+    "run m --input empty": "--input empty cannot be read: Is a directory|To change: name a file in it",
     "run m --input /dev/null": "holds no requests|To change: write one object a line",
     "run m --prompt a --memory 1500MB1": "--memory = '1500MB1'",
     "run m --prompt a --max-tokens 0": "--max-tokens = '0'|zero|at least 1",
@@ -128,9 +129,30 @@ BAD = {
     "run m --prompt a --run-file -": "--run-file needs a file|use --json",
     f"{PLAN} --memory 80GiB --output -": "--output needs a file|use --json",
     "run m --prompt a --output - --json": "both write to stdout|To change: ",
+    f"{PLAN} --graphs none.json": "--graphs = 'none.json' cannot be read: No|To change: check the path; write one",
+    f"{PLAN} --corrections none.json": "about starts of other engines|To change: add --engine",
+    f"{PLAN} --device H100 --engine vllm==0.19 --corrections none.json": "there is no file none.json",
+    f"{PLAN} --device H100 --engine vllm==0.19 --corrections empty": "empty cannot be read: Is a directory",
+    f"{PLAN} --device H100 --max-adapters {10**18}": "does not fit|To change: lower max_adapters to",
+    f"{PLAN} --device H100 --lookahead-steps {10**18}": "does not fit|To change: lower lookahead_steps to",
+    f"{PLAN} --device H100 --max-draft-tokens {10**18}": "does not fit|To change: lower max_draft_tokens to",
+    f"{PLAN} --device H100 --max-batch-size {10**8}": "does not fit|To change: lower max_batch_size to",
+    f"{H100} --max-batch-size {10**8} --max-num-tokens {10**8}": "leave max_batch_size and max_num_tokens out",
+    f"{PLAN} --memory 1GiB --max-batch-size {10**18}": "To change: leave max_batch_size out and give it",
+    f"{PLAN} --memory {10**19}": "larger than any there is|To change: ",
+    "explain-log x.log --corrections y.json": "nothing is to be kept|To change: add --save",
+    "diff plan.json plan.json --gpu H100": "--device (--gpu) would change nothing|To change: leave it out",
+    "diff plan.json plan.json --memory 80GiB --tp 2 --max-seq-len 8": "--memory, --max-seq-len, --tp would change",
+    "diff plan.json plan.json --like vllm:max_num_seqs=3": "--like would change nothing",
+    "diff plan.json plan.json --attention-dp --stage 0 --pp 1": "--pp, --stage, --attention-dp would change nothing",
+    "diff plan.json plan.json --corrections x --dtype fp8": "--dtype, --corrections would|leave them out",
+    f"diff {LLAMA} --gpu H100 --engine vllm==0.19 --engine vllm --pp 2 --stage 2": "--stage = 2: stages are",
+    f"{H100} --output {'a' * 300}": "--output 'aaa|cannot be written: File name too long. To change: choose a shorter",
+    f"{H100} --html {'a' * 300}": "--html 'aaa|To change: choose a shorter name",
+    f"{H100} --reference max_beam_width={10**15}": "To change: give smaller numbers by --reference",
     # the program itself
-    "paln x": "No such command 'paln'|Did you mean 'plan'?|See tonnage --help",
-    f"{PLAN} --memry 80GiB": "No such option '--memry'|Did you mean '--memory'?|See tonnage plan --help",
+    "paln x": "No such command 'paln'|Did you mean 'plan'?|To change: see tonnage --help",
+    f"{PLAN} --memry 80GiB": "No such option '--memry'|Did you mean '--memory'?|To change: see tonnage plan --help",
     f"{PLAN} --max-model-len 8192": "a flag of vLLM. To change: write --max-seq-len.",
     f"{PLAN} --tensor-parallel-size 2": "a flag of vLLM, SGLang and TensorRT-LLM. To change: write --tp.",
     f"{PLAN} --kv-cache-dtype fp8": "To change: write --kv-dtype. See",
@@ -141,9 +163,9 @@ BAD = {
     f"fit {LLAMA} --gpu-memory-utilization 0.9": "leave it out; tonnage lint reads whole commands",
     "lint --max-model-len 8192": "No such option '--max-model-len'",
     f"{PLAN} --memory 80GiB --dtype fp8": "--dtype = 'fp8'|use one of float32|planned from their own config.json",
-    "plan": "Missing argument 'MODEL'|See tonnage plan --help",
+    "plan": "Missing argument 'MODEL'|To change: see tonnage plan --help",
     "diff plan.json": "diff compares two files, and one was given|MODEL with two --engine",
-    f"{PLAN} --memory": "'--memory' requires an argument|See tonnage",
+    f"{PLAN} --memory": "'--memory' requires an argument|To change: see tonnage",
     f"{PLAN} extra --memory 80GiB": "unexpected extra argument (extra)",
     "--nonsense": "No such option '--nonsense'",
 }
@@ -156,6 +178,7 @@ def test_bad_input_is_told_in_one_paragraph(tonnage: Program, engine: FakeEngine
     assert ended.out == ""
     assert ended.err.count("\n") == 1
     assert ended.err.startswith("tonnage: ")
+    assert ended.err.count("To change: ") == 1
     for piece in BAD[command].split("|"):
         assert piece in ended.err
     assert engine.options is None

@@ -470,13 +470,23 @@ def test_the_stub_takes_no_flags_about_memory(tonnage: Any, flags: list[str]) ->
 
 @pytest.mark.parametrize(
     "flags",
-    [["--rate", "1e400"], ["--rate", "1e-300"], ["--scale", "1/5000"], ["--requests", "1000000000"]],
+    [
+        ["--rate", "1e400"],
+        ["--rate", "1e-300"],
+        ["--scale", "1/5000"],
+        ["--requests", "1000000000"],
+        ["--runs", "1000000000000"],
+        ["--warmup", "1000000000000"],
+        ["--input-tokens", "1000000000000000000"],
+        ["--input-tokens", "1000", "--requests", "1000000"],
+    ],
     ids=str,
 )
 def test_loads_beyond_all_measure_are_refused(tonnage: Any, flags: list[str]) -> None:
     ended = tonnage("bench", "m", "--workload", "single", *flags)
     assert ended.code == 2
     assert flags[0] in ended.err
+    assert "To change: " in ended.err
 
 
 def test_a_mix_needs_some_length(tonnage: Any) -> None:

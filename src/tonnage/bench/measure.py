@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from tonnage.bench.workloads import QUIET_STEPS, Workload
+from tonnage.bench.workloads import QUIET_STEPS, Job, Workload
 from tonnage.caching import CacheParams
 from tonnage.errors import InputError, RequestRefused
 from tonnage.sampling import SamplingParams
@@ -155,9 +155,22 @@ class _Run:
 
     def _request(self, number: int, *, name: str = "job") -> Request:
         job = self._workload.jobs[number]
+        self._check_length(job)
         params = replace(self._params, max_tokens=job.num_output_tokens, seed=self._workload.seed + number)
         prompt = self._workload.prompt(number, self._engine.vocab_size)
         return self._checked(f"{name}-{number}", params, prompt)
+
+    def _check_length(self, job: Job) -> None:
+        """Before a prompt is made that no engine takes."""
+        most = self._engine.plan.limits.max_seq_len
+        if job.num_input_tokens + job.num_output_tokens > most:
+            raise InputError(
+                f"The engine can never serve workload {self._workload.name!r}: a request has {job.num_input_tokens:,} "
+                f"prompt tokens and may generate {job.num_output_tokens:,}",
+                need=f"a max_seq_len of {job.num_input_tokens + job.num_output_tokens:,}",
+                have=f"max_seq_len = {most:,}",
+                remedy="shrink the workload's lengths with --scale; or raise max_seq_len",
+            )
 
     def _checked(self, name: str, params: SamplingParams, prompt: list[int]) -> Request:
         try:

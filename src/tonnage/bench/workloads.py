@@ -12,6 +12,8 @@ from tonnage.errors import InvalidSetting
 from tonnage.units import parse_count
 
 MICROSECONDS = 10**6
+#: Prompts are made before the clock starts, and so many tokens take most of a gigabyte.
+MOST_PROMPT_TOKENS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def workload(
 ) -> Workload:
     """A named workload, changed where asked; ``scale`` multiplies all lengths, given ones too.
 
-    Raises ``InvalidSetting`` for a name that there is not.
+    Raises ``InvalidSetting`` for a name that there is not, and for more tokens of prompts than are made.
     """
     if name not in WORKLOADS:
         raise InvalidSetting("--workload", name, "no such workload", remedy=f"write one of {', '.join(WORKLOADS)}")
@@ -148,10 +150,22 @@ def workload(
         interrupting=shape.interrupting and shape.interrupting.scaled(scale),
         rate_per_second=rate_per_second,
     )
+    _check_size(shape)
     return Workload(
         name=name, shape=shape, rate_per_second=rate_per_second, seed=seed,
         jobs=tuple(_jobs(shape, rate_per_second, random.Random(seed))),
     )  # fmt: skip
+
+
+def _check_size(shape: Shape) -> None:
+    most = max(shape.input_tokens.high, shape.interrupting.high if shape.interrupting else 0)
+    if shape.num_requests * most > MOST_PROMPT_TOKENS:
+        raise InvalidSetting(
+            "--input-tokens",
+            str(shape.input_tokens),
+            f"with {shape.num_requests:,} requests that is more than {MOST_PROMPT_TOKENS:,} tokens of prompts",
+            remedy="lower --requests, --input-tokens or --scale",
+        )
 
 
 def workload_names(text: str) -> tuple[str, ...]:

@@ -116,12 +116,16 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.UsageError):
         verb = error.ctx.command_path if error.ctx else "tonnage"
         told = _habit(error) or error.format_message()
-        return f"{told if told.endswith(('.', '?')) else told + '.'} See {verb} --help.", error.exit_code
+        told = told if told.endswith((".", "?")) else told + "."
+        see = f"see {verb} --help"
+        return f"{told} {see.capitalize() if ' To change: ' in told else f'To change: {see}'}.", error.exit_code
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
     if isinstance(error, OSError) and error.strerror:
+        from tonnage.files import to_read
+
         where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}.", 1
+        return f"{where}{error.strerror}. To change: {to_read(error)}.", 1
     return (
         f"This is a defect of Tonnage, not of what you asked: {type(error).__name__}: {error}. "
         f"Set {TRACEBACK_VARIABLE}=1 to see where, and please report it.",

@@ -23,6 +23,8 @@ _BEAM_KEYS = ("num_beams", "beam_width", "use_beam_search", "best_of")
 MAX_ID_DIGITS = 100
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _EXAMPLE = '{"prompt": "Hello"}'
+_WRITE_ONE = f"write one object a line, such as {_EXAMPLE}"
+_WRITE_MESSAGES = 'write "messages": [{"role": "user", "content": "Hello"}]'
 
 Message = dict[str, str]
 
@@ -91,13 +93,13 @@ def from_lines(lines: Iterable[bytes], *, file: str, sampling: Mapping[str, Any]
             ask = _ask(given, number, seen, sampling)
         except TonnageError as broken:
             known = given.get("id")
-            why = broken.what if isinstance(broken, InputError) else str(broken)
-            found.failures.append(Failure(where=f"line {number}", id=None if known is None else str(known), why=why))
+            name = None if known is None else str(known)
+            found.failures.append(Failure(where=f"line {number}", id=name, why=str(broken)))
             continue
         found.asks.append(ask)
         found.ignored.update(given.keys() - set(KEYS))
     if not found.total:
-        raise InputError(f"{file} holds no requests", value=file, remedy=f"write one object a line, such as {_EXAMPLE}")
+        raise InputError(f"{file} holds no requests", value=file, remedy=_WRITE_ONE)
     return found
 
 
@@ -105,25 +107,28 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as fault:
-        raise InputError(f"not UTF-8 text (byte {fault.start + 1})") from None
+        raise InputError(f"not UTF-8 text (byte {fault.start + 1})", remedy="write the line as UTF-8") from None
     except json.JSONDecodeError as fault:
-        raise InputError(f"not JSON at column {fault.colno} ({fault.msg})") from None
+        raise InputError(f"not JSON at column {fault.colno} ({fault.msg})", remedy=_WRITE_ONE) from None
     except (ValueError, RecursionError) as fault:
-        raise InputError(f"not JSON ({fault})") from None
+        raise InputError(f"not JSON ({fault})", remedy=_WRITE_ONE) from None
     if not isinstance(value, dict):
-        raise InputError(f"not an object such as {_EXAMPLE}")
+        raise InputError(f"not an object such as {_EXAMPLE}", remedy="write one object a line")
     return value
 
 
 def _ask(given: dict[str, Any], number: int, seen: dict[str, int], sampling: Mapping[str, Any]) -> Ask:
     name = _id(given.get("id", f"line-{number}"))
     if name in seen:
-        raise InputError(f"id {name!r} is that of line {seen[name]} too")
+        remedy = "give each line an id of its own, or none"
+        raise InputError(f"id {name!r} is that of line {seen[name]} too", remedy=remedy)
     prompt, messages = given.get("prompt"), given.get("messages")
     if (prompt is None) == (messages is None):
-        raise InputError('needs either "prompt" or "messages"' + (", not both" if prompt is not None else ""))
+        both = prompt is not None
+        remedy = "leave one of them out" if both else 'add "prompt": "Hello"'
+        raise InputError('needs either "prompt" or "messages"' + (", not both" if both else ""), remedy=remedy)
     if prompt is not None and not isinstance(prompt, str):
-        raise InputError('"prompt" is not text')
+        raise InputError('"prompt" is not text', remedy='write "prompt": "Hello"')
     _refuse_beams(given)
     ask = Ask(
         id=name,
@@ -142,14 +147,14 @@ def _refuse_beams(given: Mapping[str, Any]) -> None:
         value = given.get(key)
         if value is True or (value not in (None, False, 1) and not (key == "best_of" and value == given.get("n"))):
             raise InputError(
-                f'"{key}": beam search is not supported, a sequence goes on in one way; leave it out, or ask for '
-                'independent samples with "n"'
+                f'"{key}": beam search is not supported, a sequence goes on in one way',
+                remedy='leave it out, or ask for independent samples with "n"',
             )
 
 
 def _id(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise InputError('"id" is neither text nor a whole number')
+        raise InputError('"id" is neither text nor a whole number', remedy='write "id": "a", or leave it out')
     return str(value)
 
 
@@ -168,8 +173,9 @@ def _token(key: str) -> int | str:
 
 def _messages(value: object) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise InputError('"messages" is not a list of messages')
+        raise InputError('"messages" is not a list of messages', remedy=_WRITE_MESSAGES)
     for place, message in enumerate(value):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise InputError(f'"messages"[{place}] is not an object with text under "role" and "content"')
+            what = f'"messages"[{place}] is not an object with text under "role" and "content"'
+            raise InputError(what, remedy=_WRITE_MESSAGES)
     return [{"role": message["role"], "content": message["content"]} for message in value]

@@ -15,7 +15,7 @@ from tonnage.cli.interrupt import Stop, noted_interrupts
 from tonnage.cli.rooms import engine_room
 from tonnage.cli.sampling import ChoiceOptions
 from tonnage.errors import InvalidSetting, UserError
-from tonnage.units import exact, parse_count
+from tonnage.units import exact
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,18 +64,21 @@ class WorkloadOptions:
             for name, text in (("input_tokens", self.input_tokens), ("output_tokens", self.output_tokens))
         }
         how: dict[str, Any] = {
-            "num_requests": None if self.requests is None else _num_requests(self.requests),
+            "num_requests": None if self.requests is None else _at_most(self.requests, "--requests", MOST),
             "scale": _positive(self.scale, "--scale") or Fraction(1),
             "rate_per_second": _positive(self.rate, "--rate"),
             **spans,
         }
-        seed, num_runs = opt.read_count(self.seed, "--seed", 0, allow_zero=True), opt.read_count(self.runs, "--runs", 1)
+        seed = opt.read_count(self.seed, "--seed", 0, allow_zero=True)
+        num_runs = _at_most(self.runs, "--runs", MOST_RUNS)
         names = workload_names(self.workload)
         return [[workload(name, seed=seed + run, **how) for run in range(num_runs)] for name in names]
 
 
 #: Of rates, scales and numbers of requests: beyond these a run neither ends nor means anything.
 LEAST, MOST = Fraction(1, 1000), 1_000_000
+#: Runs of one workload.
+MOST_RUNS = 1000
 
 
 @grouped
@@ -100,7 +103,7 @@ def bench(
     """
     settings = card.onto(opt.engine_settings(model, memory, pool, serving))
     drawn, given = load.drawn(), choice.values()
-    num_warmup = opt.read_count(load.warmup, "--warmup", 1, allow_zero=True)
+    num_warmup = _at_most(load.warmup, "--warmup", MOST, allow_zero=True)
 
     from tonnage.report import check_writable, write_file
 
@@ -196,10 +199,11 @@ def _limits(settings: dict[str, Any], workload: Workload, plan: MemoryPlan) -> L
     )  # fmt: skip
 
 
-def _num_requests(text: str) -> int:
-    count = parse_count(text, knob="--requests")
-    if count > MOST:
-        raise InvalidSetting("--requests", text, f"more than {MOST:,}", remedy=f"write at most {MOST}")
+def _at_most(text: opt.Text, flag: str, most: int, *, allow_zero: bool = False) -> int:
+    """A whole number, 1 where the flag was not given."""
+    count = opt.read_count(text, flag, 1, allow_zero=allow_zero)
+    if count > most:
+        raise InvalidSetting(flag, text, f"more than {most:,}", remedy=f"write at most {most}")
     return count
 
 

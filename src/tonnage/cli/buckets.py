@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 ASSUMED_BASE_US, ASSUMED_ROW_US = "6000", "6"
 #: Sequences above which the guard's blends look at multiples of 8 only, to answer within a second.
 FINE_SEQUENCES, COARSE_OF = 256, 8
+#: Sequences up to which lists are searched: the time grows with the square of their number.
+MOST_SEARCHED = 8192
+#: Graphs times sequences, which take seconds; and what --graphs takes.
+MOST_CHOICES, MOST_GRAPHS = 2**22, 1024
 _ALL_OR_NONE = "--kv-token-bytes, --request-tokens and --running"
 
 
@@ -100,7 +104,8 @@ class MemoryOptions:
             raise UserError(f"a price of memory takes {_ALL_OR_NONE}", remedy="add what is missing, or leave out all")
         num_running = parse_count(self.running or "", knob="--running")
         if num_running > max_batch_size:
-            raise InvalidSetting("--running", self.running, f"above --max-batch-size = {max_batch_size}")
+            remedy = f"write at most {max_batch_size}, or raise --max-batch-size"
+            raise InvalidSetting("--running", self.running, f"above --max-batch-size = {max_batch_size}", remedy=remedy)
         return Price(
             graph_bytes=self.each_bytes(),
             kv_token_bytes=parse_bytes(self.kv_token_bytes or "", knob="--kv-token-bytes"),
@@ -215,10 +220,18 @@ def _num_graphs(asked: _Asked, num_beside: int) -> int | None:
     if asked.num_graphs is None:
         return num_beside
     if asked.num_graphs.strip().lower() != "auto":
-        return parse_count(asked.num_graphs, knob="--num-graphs")
+        return _at_most_graphs(asked.num_graphs, asked.rules.max_batch_size)
     if asked.price is None:
         raise UserError("--num-graphs auto weighs graphs against memory", need=_ALL_OR_NONE, remedy="add them")
     return None
+
+
+def _at_most_graphs(text: str, max_batch_size: int) -> int:
+    num, most = parse_count(text, knob="--num-graphs"), min(MOST_GRAPHS, MOST_CHOICES // max_batch_size)
+    if num > most:
+        what = f"more than are searched among {max_batch_size:,} sequences"
+        raise InvalidSetting("--num-graphs", text, what, remedy=f"write at most {most}, or auto")
+    return num
 
 
 def _chosen(
@@ -321,11 +334,10 @@ def _tell(view: BucketsView, *, as_json: bool, output: str | None, force: bool) 
 
 
 def _most(text: str | None) -> int:
-    from tonnage.graphs.load_files import MOST_SEQUENCES
-
     most = opt.read_count(text, "--max-batch-size", 256)
-    if most > MOST_SEQUENCES:
-        raise InvalidSetting("--max-batch-size", text, f"above {MOST_SEQUENCES:,}", remedy="write the real limit")
+    if most > MOST_SEARCHED:
+        what = f"above {MOST_SEARCHED:,}, the most that a search among all lists takes seconds for"
+        raise InvalidSetting("--max-batch-size", text, what, remedy=f"write the real limit, at most {MOST_SEARCHED}")
     return most
 
 

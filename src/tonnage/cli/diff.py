@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -46,6 +47,12 @@ def diff(
             as_json=as_json, pool=opt.PoolOptions(max_seq_len=max_seq_len, dtype=dtype),
         )  # fmt: skip
         return
+    _refuse_engine_flags(
+        {
+            "--device (--gpu)": device, "--memory": memory, "--max-seq-len": max_seq_len, "--dtype": dtype,
+            "--like": like.like, "--corrections": corrections, **ranks.given(),
+        }
+    )  # fmt: skip
     if after is None:
         raise UserError(
             "diff compares two files, and one was given", need="A and B, or a MODEL with two --engine NAME==VERSION",
@@ -62,6 +69,18 @@ def diff(
     from tonnage.report.draw import console_for
 
     show_diff(made, console_for(sys.stdout))
+
+
+def _refuse_engine_flags(asked: Mapping[str, object]) -> None:
+    """Raise ``UserError`` naming the flags that were given though they only say how an engine starts."""
+    given = [flag for flag, value in asked.items() if value is not None]
+    if given:
+        raise UserError(
+            f"{', '.join(given)} would change nothing: two files hold what they were planned with, and only the starts "
+            "of engines take flags",
+            need="two files alone, or a MODEL with two --engine NAME==VERSION",
+            remedy=f"leave {'it' if len(given) == 1 else 'them'} out, or add --engine vllm==0.19 --engine vllm==0.21",
+        )
 
 
 def _diff_engines(
@@ -92,10 +111,11 @@ def _diff_engines(
             remedy="write tonnage diff MODEL --device H100 --engine vllm==0.19 --engine vllm==0.21",
         )
     check_stages(ranks)
-    asked = read_engines(engines)
+    asked, stages = read_engines(engines), distinct_ranks(ranks.rank())
+    stage = ranks.shown_stage(len(stages))
     place = Place(
         config=find_config(model), checkpoint=checkpoint_of(model), card=card_of(device, memory, verb="diff"),
-        ranks=tuple(distinct_ranks(ranks.rank())), dtype=pool.weights_dtype(),
+        ranks=tuple(stages) if stage is None else (stages[stage],), dtype=pool.weights_dtype(),
         corrections=load_corrections(kept),
     )  # fmt: skip
     first, last = starts_of(asked, like.like or (), pool.knobs(), pool.limits(), place, is_compared=False)

@@ -42,6 +42,11 @@ def explain_log(
     FILE is a log of vLLM, SGLang or TensorRT-LLM from its first line on, or - for stdin.
     Example: tonnage explain-log vllm.log --model ./llama-3.1-8b --device H100 --save
     """
+    if corrections is not None and not save:
+        raise UserError(
+            f"--corrections {corrections} says where --save keeps what differs, and nothing is to be kept",
+            remedy="add --save, or leave --corrections out",
+        )
     from tonnage.cli.plan import card_of
     from tonnage.peers.logs import read_log
     from tonnage.planner.explaining import ExplainAsked, explain_log

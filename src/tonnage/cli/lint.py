@@ -12,6 +12,7 @@ import typer
 
 from tonnage.cli import options as opt
 from tonnage.errors import InputError, InvalidSetting, UserError
+from tonnage.files import to_read, why
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -184,10 +185,10 @@ def read_text(name: str) -> tuple[str, Path]:
                 f"{name} is a folder", value=name, remedy=f"name its files: {name.rstrip('/')}/*"
             ) from None
         except (OSError, ValueError) as fault:
-            why = getattr(fault, "strerror", None) or str(fault)
-            raise InputError(f"{name} cannot be read: {why}", value=name) from None
+            raise InputError(f"{name} cannot be read: {why(fault)}", value=name, remedy=to_read(fault)) from None
     if len(raw) > MOST_BYTES:
-        raise InputError(f"{name} is larger than {MOST_BYTES:,} bytes", value=name)
+        told = f"{name} is larger than {MOST_BYTES:,} bytes"
+        raise InputError(told, value=name, remedy="cut out the part that matters")
     is_wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as PowerShell redirects
     return raw.decode("utf-16" if is_wide else "utf-8-sig", errors="replace"), folder
 

@@ -34,7 +34,7 @@ def _write(engine: str, name: str, own: Collection[str]) -> str | None:
     from tonnage.peers.table import KNOBS, Match
 
     #: Readers after which the value that was typed may stay as it is.
-    alike = (read.count, read.vllm_count, read.vllm_length, read.dtype)
+    alike = (read.count, read.vllm_count, read.sglang_count, read.vllm_length, read.dtype)
     for knob in KNOBS:
         if knob.engine.name != engine or name not in (knob.name, *knob.aliases):
             continue

@@ -125,6 +125,13 @@ class RankOptions:
         Text, option("--stage", "N", "Pipeline stage to show, from 0 (default: the one with the smallest pool).")
     ] = None
 
+    def given(self) -> dict[str, object]:
+        """By flag what was typed; None where it was left out."""
+        return {
+            "--tp": self.tp, "--pp": self.pp, "--cp": self.cp, "--ep": self.ep, "--stage": self.stage,
+            "--attention-dp": self.attention_dp or None, "--stage-layers": self.stage_layers,
+        }  # fmt: skip
+
     def rank(self) -> Rank:
         """The first rank of such an engine. Raises ``InvalidSetting``."""
         from tonnage.costs.reading import LARGEST_LAYERS

@@ -17,6 +17,7 @@ from tonnage.cli.planning import PolicyOptions
 from tonnage.cli.rooms import engine_room
 from tonnage.cli.sampling import SamplingOptions
 from tonnage.errors import InputError, TonnageError, UserError
+from tonnage.files import to_read, why
 
 if TYPE_CHECKING:
     from tonnage.cli.asks import Asks
@@ -107,8 +108,9 @@ def read_asks(prompts: list[str], input_file: str | None, sampling: Mapping[str,
     try:
         with Path(input_file).open("rb") as lines:
             return from_lines(lines, file=input_file, sampling=sampling)
-    except OSError as fault:
-        raise InputError(f"--input {input_file} cannot be read: {fault.strerror}", knob="--input") from None
+    except (OSError, ValueError) as fault:  # a zero byte in its name is a ValueError
+        told = f"--input {input_file} cannot be read: {why(fault)}"
+        raise InputError(told, knob="--input", value=input_file, remedy=to_read(fault)) from None
 
 
 def _check_files(

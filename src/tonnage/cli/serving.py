@@ -14,6 +14,7 @@ from tonnage.cli.display import Display
 from tonnage.cli.interrupt import noted_interrupts
 from tonnage.cli.records import record_of
 from tonnage.errors import InputError, UserError
+from tonnage.files import to_write, why
 
 if TYPE_CHECKING:
     from tonnage.engine import Completion, Engine
@@ -63,7 +64,8 @@ class ResultLines:
             # A lone surrogate in an id becomes \\udXXX, which is what JSON calls it.
             return path.open("w" if self._force else "x", encoding="utf-8", errors="backslashreplace", newline="\n")
         except OSError as fault:
-            raise InputError(f"--output {path} cannot be written: {fault.strerror}", knob="--output") from None
+            told = f"--output {path} cannot be written: {why(fault)}"
+            raise InputError(told, knob="--output", value=str(path), remedy=to_write(fault)) from None
 
 
 @dataclass(slots=True)

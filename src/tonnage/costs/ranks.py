@@ -72,7 +72,8 @@ def stage_layers(num_layers: int, *, num_stages: int, stage: int, partition: tup
 def _check(config: ModelConfig, rank: Rank) -> None:
     if min(rank.tp, rank.pp, rank.cp, rank.ep) < 1 or not 0 <= rank.index < rank.tp * rank.cp * rank.pp:
         sizes = f"tp {rank.tp} x pp {rank.pp}" + (f" x cp {rank.cp}" if rank.cp != 1 else "")
-        raise InvalidSetting("rank", rank.index, f"there are {sizes} ranks, numbered from 0")
+        remedy = "write numbers of ranks of at least 1, and an index among them"
+        raise InvalidSetting("rank", rank.index, f"there are {sizes} ranks, numbered from 0", remedy=remedy)
     if (rank.tp * rank.cp) % rank.ep:
         raise InvalidSetting(
             "ep", rank.ep, f"experts are spread over the tp {rank.tp} x cp {rank.cp} ranks of a stage, and it does not "

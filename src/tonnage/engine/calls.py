@@ -142,7 +142,7 @@ def _conversation(messages: object, where: str) -> Mapping[str, Any]:
 
 def _list(value: object, where: str, wanted: str) -> Sequence[Any]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise InputError(f"{where} is {type(value).__name__}", need=wanted)
+        raise InputError(f"{where} is {type(value).__name__}", need=wanted, remedy=f"give {wanted}")
     return value
 
 

@@ -16,6 +16,7 @@ from tonnage.buffers.torch_settings import NO_CACHE, VARIABLES
 from tonnage.engine.site import Site
 from tonnage.engine.target import Target
 from tonnage.errors import InputError
+from tonnage.files import to_read, why
 from tonnage.report import StartFigures, parse_start, start_text
 from tonnage.terms import Measured, MemoryPlan, Quantity
 from tonnage.units import MiB, format_bytes
@@ -50,8 +51,8 @@ class PlanFile:
         except FileNotFoundError:
             return cls(path=path)
         except (OSError, UnicodeDecodeError) as fault:
-            why = fault.strerror if isinstance(fault, OSError) else "it is not UTF-8 text"
-            raise InputError(f"The plan file {path} cannot be read: {why}", knob="plan_file", value=str(path)) from None
+            told = f"The plan file {path} cannot be read: {why(fault)}"
+            raise InputError(told, knob="plan_file", value=str(path), remedy=to_read(fault)) from None
         plan, figures = parse_start(text, file=str(path))
         return cls(path=path, plan=plan, figures=figures)
 

@@ -55,7 +55,10 @@ def prompt_ids(
 ) -> list[int]:
     """Tokens of exactly one of a text, a conversation, or token ids. Raises ``InputError`` if more or none is given."""
     if sum(given is not None for given in (prompt, messages, token_ids)) != 1:
-        raise InputError(f"Request {id!r} must give exactly one of prompt, messages, token_ids")
+        raise InputError(
+            f"Request {id!r} must give exactly one of prompt, messages, token_ids",
+            remedy="give one, and leave the others out",
+        )
     if messages is not None:
         return text.encode_chat(messages)
     return text.encode(prompt) if prompt is not None else list(token_ids or ())

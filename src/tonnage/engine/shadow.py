@@ -243,8 +243,4 @@ def _words(tokens: Ints) -> Words:
 
 def _powers(factor: int, num: int) -> Words:
     """factor**1 to factor**num, modulo 2**64."""
-    found, power = np.empty(num, np.uint64), 1
-    for i in range(num):
-        power = power * factor % 2**64
-        found[i] = power
-    return found
+    return np.cumprod(np.full(num, factor, np.uint64), dtype=np.uint64)

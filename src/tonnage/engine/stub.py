@@ -20,6 +20,7 @@ from tonnage.buffers import BufferManager, Device, Stream
 from tonnage.config import Knobs, LimitKnobs, Setting
 from tonnage.costs.config import ModelConfig
 from tonnage.device.host import HostDriver
+from tonnage.device.machine import host_memory
 from tonnage.engine.batch import Batch
 from tonnage.engine.core import Engine
 from tonnage.engine.inputs import StepInputs
@@ -32,8 +33,10 @@ from tonnage.engine.picked import Scheduled
 from tonnage.engine.sampling.random import Words, uniform
 from tonnage.engine.sampling.rows import Edits
 from tonnage.engine.shadow import Shadow, ShadowMover
+from tonnage.engine.stub_memory import StubSizes, check_fits, check_sizes
 from tonnage.graphs.token_feed import pending
 from tonnage.hardware import host_card
+from tonnage.layout import penalty_table_bytes
 from tonnage.ledger import Ledger
 from tonnage.planner import plan_without_device
 from tonnage.report import RunResult
@@ -46,7 +49,9 @@ _VOCAB_SIZE = 256
 _STOP_ID = 0
 #: Keeps the draws that end sequences apart from those that make tokens.
 _ENDS = 0x454E4453
-#: Of the device that holds the penalty tables; nothing else is allocated.
+#: Least of the device that a stub is planned for, which is never there: by it the soak judges what no line explains.
+_PLANNED_BYTES = 64 * GiB
+#: Least of the device that holds the penalty tables; nothing else is allocated.
 _DEVICE_BYTES = 256 * MiB
 #: The clock of the stub's cache goes on by this at each step, so that a run repeats itself.
 _STEP_S = 0.01
@@ -78,18 +83,20 @@ def stub_engine(
     A load takes up to ``load_steps`` steps, and a step moves at most ``link_blocks`` blocks to the host (None: any
     number); both need ``checks_contents``, which keeps a ``Shadow``. ``overlap``: what a step drew is told when the
     next one is launched. ``seed`` changes every request's tokens, and how long loads take. Raises what the planner
-    raises for limits that make no sense.
+    raises for limits that make no sense, and ``DoesNotFit`` for a stub whose bookkeeping the host cannot hold.
     """
-    plan = plan_without_device(
-        _config(max_seq_len),
-        card=host_card(64 * GiB, page_bytes=4096),
-        knobs=Knobs(kv_tokens=Setting(kv_tokens), block_tokens=Setting(block_tokens), admission=Setting(admission)),
-        limit_knobs=LimitKnobs(
-            max_seq_len=Setting(max_seq_len),
-            max_batch_size=Setting(max_batch_size),
-            max_num_tokens=Setting(max_num_tokens),
-        ),
+    sizes = StubSizes(
+        kv_tokens=kv_tokens,
+        head_tokens=head_tokens,
+        host_kv_tokens=host_kv_tokens,
+        block_tokens=block_tokens,
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        vocab_size=_VOCAB_SIZE,
+        is_cached=prefix_caching,
+        is_shadowed=checks_contents,
     )
+    plan = _planned(sizes, admission=admission, max_num_tokens=max_num_tokens)
     head, host = (-(-tokens // block_tokens) for tokens in (head_tokens, host_kv_tokens))
     runtime = _StubRuntime.of(
         replace(plan, limits=replace(plan.limits, prefix_caching=prefix_caching)),
@@ -101,6 +108,26 @@ def stub_engine(
         steps_ahead=int(overlap),
     )
     return Engine(runtime, LetterText([_STOP_ID]), ())
+
+
+def _planned(sizes: StubSizes, *, admission: str, max_num_tokens: int) -> MemoryPlan:
+    check_sizes(sizes)
+    if sizes.max_batch_size <= max_num_tokens and sizes.max_seq_len <= sizes.kv_tokens:  # else the planner refuses it
+        check_fits(sizes, available_bytes=host_memory().available_bytes)
+    return plan_without_device(
+        _config(sizes.max_seq_len),
+        card=host_card(max(_PLANNED_BYTES, sizes.planned_bytes), page_bytes=4096),
+        knobs=Knobs(
+            kv_tokens=Setting(sizes.kv_tokens),
+            block_tokens=Setting(sizes.block_tokens),
+            admission=Setting(admission),
+        ),
+        limit_knobs=LimitKnobs(
+            max_seq_len=Setting(sizes.max_seq_len),
+            max_batch_size=Setting(sizes.max_batch_size),
+            max_num_tokens=Setting(max_num_tokens),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +186,10 @@ class _StubRuntime:
         seed: int,
         steps_ahead: int,
     ) -> _StubRuntime:
-        ledger, clock = Ledger(0, _DEVICE_BYTES), _Clock()
-        driver = HostDriver(_DEVICE_BYTES)
+        penalties = penalty_table_bytes(max_batch_size=plan.limits.max_batch_size, vocab_size=_VOCAB_SIZE)
+        device_bytes = max(_DEVICE_BYTES, 2 * penalties)
+        ledger, clock = Ledger(0, device_bytes), _Clock()
+        driver = HostDriver(device_bytes)
         buffers = BufferManager(
             Stream(Device(driver if mishaps is None else mishaps.driver(driver))), ledger=ledger, owner="penalties"
         )

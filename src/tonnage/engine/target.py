@@ -29,7 +29,7 @@ from tonnage.engine.text import Text
 from tonnage.engine.weights import arena_layout
 from tonnage.errors import InvalidSetting
 from tonnage.hardware import Card
-from tonnage.layout import KVLayout
+from tonnage.layout import KVLayout, penalty_table_bytes, table_bytes
 from tonnage.planner import (
     check_knobs,
     plan_measured,
@@ -179,8 +179,19 @@ class Target:
         )
 
     def refuse_hopeless(self, card: Card) -> None:
-        """Before a byte is read: weights that cannot fit whatever the probes would show. The planner tells the sum."""
-        if self.weights.total_bytes > self.room_bytes(card):
+        """Before a byte is read: weights and tables that cannot fit whatever the probes would show, which make the
+        tables to begin with. The planner tells the sum."""
+        limits = self.limits
+        tables = sum(
+            table_bytes(
+                max_batch_size=limits.max_batch_size, max_seq_len=limits.max_seq_len, block_tokens=group.block_tokens
+            )
+            for group in self.kv.groups
+            if group.block_tokens
+        )
+        if limits.penalties:
+            tables += penalty_table_bytes(max_batch_size=limits.max_batch_size, vocab_size=self.config.vocab_size)
+        if self.weights.total_bytes + tables > self.room_bytes(card):
             self.refuse(card)
 
     @property

@@ -49,7 +49,8 @@ class ExtraInput:
             remedy = f"choose a keyword of the forward other than {', '.join(TAKEN)}"
             raise InvalidSetting("extra input", self.name, "not a keyword that is free", remedy=remedy)
         if any(extent < 1 for extent in self.row_shape):
-            raise InvalidSetting("extra input", self.row_shape, f"{self.name} has no elements in a row")
+            what = f"{self.name} has no elements in a row"
+            raise InvalidSetting("extra input", self.row_shape, what, remedy="give extents of at least 1")
 
 
 class ExtraInputs:

@@ -27,6 +27,7 @@ from statistics import median
 from typing import NoReturn
 
 from tonnage.errors import InputError
+from tonnage.files import to_read, why
 from tonnage.graphs.histogram import Histogram
 from tonnage.graphs.step_times import StepPoints
 from tonnage.graphs.traffic import Request
@@ -196,7 +197,7 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError:
         _fail(path, "is not text")
     except OSError as fault:
-        _fail(path, f"cannot be read: {fault.strerror}")
+        raise InputError(f"{path}: cannot be read: {why(fault)}", value=str(path), remedy=to_read(fault)) from None
 
 
 def _json(path: Path, text: str, where: str) -> object:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.errors import InputError
-from tonnage.files import write_whole
+from tonnage.files import to_read, to_write, why, write_whole
 from tonnage.peers.launch import Launch
 from tonnage.peers.start import Count, Start, Term
 from tonnage.peers.version import Version
@@ -227,8 +227,7 @@ def load_corrections(path: str | os.PathLike[str] | None = None) -> tuple[Correc
             return ()
         raise InputError(f"there is no file {file}", value=str(file), remedy="check the path") from None
     except (OSError, UnicodeDecodeError) as fault:
-        why = getattr(fault, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"{file} cannot be read: {why}", value=str(file)) from None
+        raise InputError(f"{file} cannot be read: {why(fault)}", value=str(file), remedy=to_read(fault)) from None
     return parse(text, file=str(file))
 
 
@@ -281,7 +280,7 @@ def save_correction(correction: Correction, path: str | os.PathLike[str] | None 
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, text, replaces=True)
     except OSError as fault:
-        raise InputError(f"{file} cannot be written: {fault.strerror}", value=str(file)) from None
+        raise InputError(f"{file} cannot be written: {why(fault)}", value=str(file), remedy=to_write(fault)) from None
     return file
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from tonnage.errors import UserError
 
+#: Names that a remedy offers; words of so many knobs that sharing one says nothing.
+MOST_NEAR, COMMON_WORDS = 3, ("max", "enable", "disable", "no", "num", "size", "of", "per")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
@@ -75,3 +78,16 @@ def close_to(wanted: str, known: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(wanted, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def write_near(engine: str, wanted: str, known: Iterable[str]) -> str:
+    """What to write for a knob that there is not: the names nearest to it, by their letters or a word they share."""
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(wanted, names, n=MOST_NEAR, cutoff=0.5)
+    words = set(wanted.split("_")) - {"", *COMMON_WORDS}
+    near += [name for name in names if name not in near and words & set(name.split("_"))]
+    ways = [f"--like {engine}:{name}" for name in near[:MOST_NEAR]]
+    told = f"write {' or '.join(ways)}" if ways else "leave it out"
+    return f"{told}; tonnage plan MODEL --like help lists every knob"

@@ -14,11 +14,11 @@ from fractions import Fraction
 from tonnage.costs.dtypes import FP8_DS_MLA, KV_DTYPES, parse_dtype
 from tonnage.errors import InvalidSetting, UserError
 from tonnage.peers import read
-from tonnage.peers.engines import close_to
+from tonnage.peers.engines import close_to, write_near
 from tonnage.peers.launch import Value
 from tonnage.peers.table import KNOBS as TRANSLATED
 from tonnage.peers.which import KNOWN, Known, find_known
-from tonnage.units import MiB, exact, parse_count, parse_fraction
+from tonnage.units import MiB, exact, parse_fraction
 
 #: Where the value goes that is no setting of the engine but a field of the launch.
 KV_DTYPE, DTYPE = "kv_dtype", "dtype"
@@ -53,7 +53,7 @@ def sizes(text: str, knob: str) -> Value:
 def windows(text: str, knob: str) -> Value:
     """Windows of layers in turn; negative ones stand for states."""
     parts = [part for part in re.split(r"[\s,]+", text.strip().strip("[]()")) if part]
-    return tuple(-parse_count(p[1:], knob=knob) if p.startswith("-") else parse_count(p, knob=knob) for p in parts)
+    return tuple(-read.whole(p[1:], knob) if p.startswith("-") else read.whole(p, knob) for p in parts)
 
 
 def ratio(text: str, knob: str) -> Value:
@@ -73,7 +73,7 @@ def share(text: str, knob: str) -> Value:
 
 def chunk(text: str, knob: str) -> Value:
     """Tokens of a chunk; -1 is none at all."""
-    return -1 if text.strip() == "-1" else parse_count(text, knob=knob)
+    return -1 if text.strip() == "-1" else read.count(text, knob)
 
 
 def length(text: str, knob: str) -> Value:
@@ -82,14 +82,9 @@ def length(text: str, knob: str) -> Value:
     return -1 if value is None else value
 
 
-def whole(text: str, knob: str) -> Value:
-    """A whole number, 0 too."""
-    return parse_count(text, knob=knob, allow_zero=True)
-
-
 def mebibytes(text: str, knob: str) -> Value:
     """A bare number of MiB."""
-    return parse_count(text, knob=knob, allow_zero=True) * MiB
+    return read.whole(text, knob) * MiB
 
 
 def word(text: str, knob: str) -> Value:
@@ -109,7 +104,7 @@ def _knob(name: str, reader: Reader, *aliases: str, field: str = "") -> OwnKnob:
 
 _VLLM = (
     _knob("gpu_memory_utilization", share, "memory_utilization"),
-    _knob("kv_cache_memory_bytes", read.vllm_bytes, "kv_cache_memory"),
+    _knob("kv_cache_memory_bytes", read.vllm_count, "kv_cache_memory"),
     _knob("num_gpu_blocks_override", read.count),
     _knob("max_model_len", length),
     _knob("max_num_seqs", read.count),
@@ -127,7 +122,7 @@ _VLLM = (
     _knob("max_lora_rank", read.count),
     _knob("enable_prefix_caching", read.switch_on),
     _knob("enable_chunked_prefill", read.switch_on),
-    _knob("num_speculative_tokens", whole),
+    _knob("num_speculative_tokens", read.whole),
     _knob("speculative_method", word),
     _knob("mamba_ssm_cache_dtype", read.dtype),
     _knob("mamba_cache_mode", word),
@@ -140,11 +135,11 @@ _VLLM = (
 )
 _SGLANG = (
     _knob("mem_fraction_static", share),
-    _knob("max_total_tokens", read.count),
+    _knob("max_total_tokens", read.sglang_count),
     _knob("chunked_prefill_size", chunk),
-    _knob("max_prefill_tokens", read.count),
+    _knob("max_prefill_tokens", read.sglang_count),
     _knob("max_running_requests", read.count),
-    _knob("context_length", read.count, "context_len"),
+    _knob("context_length", read.sglang_count, "context_len"),
     _knob("page_size", read.count),
     _knob("kv_cache_dtype", cache_dtype, field=KV_DTYPE),
     _knob("dtype", read.dtype, field=DTYPE),
@@ -160,7 +155,7 @@ _SGLANG = (
     _knob("swa_full_tokens_ratio", ratio),
     _knob("disable_hybrid_swa_memory", read.switch_on),
     _knob("speculative_algorithm", word),
-    _knob("speculative_num_draft_tokens", whole),
+    _knob("speculative_num_draft_tokens", read.whole),
     _knob("moe_a2a_backend", word),
 )
 _TRTLLM = (
@@ -180,15 +175,15 @@ _TRTLLM = (
     _knob("enable_chunked_prefill", read.switch_on),
     _knob("max_attention_window", windows),
     _knob("host_cache_size", read.size_or_unset),
-    _knob("max_draft_len", whole),
+    _knob("max_draft_len", read.whole),
     _knob("fp8_context_mla_kv_len_cap", read.count),
     _knob("cross_kv_cache_fraction", share),
     _knob("max_util_for_resume", share),
     _knob("manager", lambda text, knob: str(word(text, knob)).upper()),
 )
 _LLAMACPP = (
-    _knob("ctx_size", whole, "c", "n_ctx"),
-    _knob("n_gpu_layers", whole, "ngl", "gpu_layers"),
+    _knob("ctx_size", read.whole, "c", "n_ctx"),
+    _knob("n_gpu_layers", read.whole, "ngl", "gpu_layers"),
     _knob("parallel", read.count, "np", "n_parallel"),
     _knob("kv_unified", read.switch_on, "kvu"),
     _knob("ubatch_size", read.count, "ub"),
@@ -301,8 +296,9 @@ def _find(known: Known, name: str, typed: str) -> OwnKnob:
         return found
     ranks = next((k for k in TRANSLATED if k.instead and k.engine.name == known.name and plain in (k.name, *k.aliases)),
                  None)  # fmt: skip
+    names = [knob.name for knob in OWN[known.name]]
     raise UserError(
         f"--like {typed}: no knob {plain!r} of {known.title} decides a start here{close_to(plain, spellings)}",
-        need="one of " + ", ".join(knob.name for knob in OWN[known.name]),
-        remedy=f"use {ranks.instead} N" if ranks else None,
+        need="one of " + ", ".join(names),
+        remedy=f"use {ranks.instead} N" if ranks else write_near(known.name, plain, names),
     )

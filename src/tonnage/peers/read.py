@@ -11,22 +11,42 @@ from fractions import Fraction
 
 from tonnage.costs.dtypes import parse_dtype
 from tonnage.errors import InvalidSetting
-from tonnage.units import GiB, exact, parse_bytes, parse_count, parse_fraction
+from tonnage.units import GiB, exact, parse_count, parse_fraction
 
-_SUFFIXED = re.compile(r"^\s*(\d+(?:\.\d+)?)([kmgtKMGT])\s*$")
+_SUFFIXED = re.compile(r"\s*(\d+(?:\.\d+)?)([kmgtKMGT])\s*")
+_SI_OR_IEC = re.compile(r"\s*(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)\s*")
 _POWERS = "kmgt"
+_DIGITS = re.compile(r"\+?\d+(_\d+)*")
+#: Characters of a whole number; of a value that a message shows.
+_MOST_DIGITS, _MOST_SHOWN = 40, 80
+_WRITE_DIGITS = "write digits alone, such as 8192"
 _YES, _NO = ("", "true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-def count(text: str, knob: str) -> int | None:
-    """A whole number of at least 1."""
-    return parse_count(text, knob=knob)
+def whole(text: str, knob: str, *, remedy: str = _WRITE_DIGITS) -> int:
+    """A whole number of at least 0 as ``int`` reads it, for that is what the engines read most flags with: digits
+    alone, neither suffixes nor commas."""
+    plain = text.strip()
+    if not _DIGITS.fullmatch(plain) or len(plain) > _MOST_DIGITS:
+        is_suffixed = _SUFFIXED.fullmatch(plain) or _SI_OR_IEC.fullmatch(plain)
+        what = "not a whole number in digits" + (", and the engine reads no such suffix here" if is_suffixed else "")
+        raise InvalidSetting(knob, text[:_MOST_SHOWN], what, remedy=remedy)
+    return parse_count(int(plain), knob=knob, allow_zero=True)
+
+
+def count(text: str, knob: str, *, remedy: str = _WRITE_DIGITS) -> int | None:
+    """A whole number of at least 1, in digits."""
+    return parse_count(whole(text, knob, remedy=remedy), knob=knob)
 
 
 def vllm_count(text: str, knob: str) -> int | None:
-    """vLLM's notation: small suffixes are powers of 1,000 and capitals powers of 1,024, so 8k is 8,000, 8K is 8,192."""
-    found = _SUFFIXED.match(text)
-    return parse_count(text, knob=knob) if found is None else _scaled(found, text, knob)
+    """vLLM's notation of lengths: small suffixes are powers of 1,000 and capitals powers of 1,024, so 8k is 8,000 and
+    8K is 8,192."""
+    found = _SUFFIXED.fullmatch(text)
+    remedy = f"{_WRITE_DIGITS}, or 8k (8,000) or 8K (8,192)"
+    if found is None:
+        return count(text, knob, remedy=remedy)
+    return _scaled(found, text, knob, base=1000 if found[2].islower() else 1024, remedy=remedy)
 
 
 def vllm_length(text: str, knob: str) -> int | None:
@@ -34,15 +54,18 @@ def vllm_length(text: str, knob: str) -> int | None:
     return None if text.strip().lower() in ("-1", "auto") else vllm_count(text, knob)
 
 
-def vllm_bytes(text: str, knob: str) -> int | None:
-    """vLLM's suffixes (25g is 25 * 1000^3 bytes, 25G is 25 * 1024^3), or a size as we write it."""
-    found = _SUFFIXED.match(text)
-    return parse_bytes(text, knob=knob) if found is None else _scaled(found, text, knob)
+def sglang_count(text: str, knob: str) -> int | None:
+    """SGLang's notation of lengths: 8k is 8,000, 8Ki is 8,192, and 8K is nothing."""
+    found = _SI_OR_IEC.fullmatch(text)
+    remedy = f"{_WRITE_DIGITS}, or 8k (8,000) or 8Ki (8,192)"
+    if found is None:
+        return count(text, knob, remedy=remedy)
+    return _scaled(found, text, knob, base=1024 if found[2].endswith("i") else 1000, remedy=remedy)
 
 
 def size_or_unset(text: str, knob: str) -> int | None:
-    """A size; 0 means that there is no such cap."""
-    return parse_bytes(text, knob=knob, allow_zero=True) or None
+    """Bytes, in digits; 0 means that there is no such cap."""
+    return whole(text, knob) or None
 
 
 def gibibytes(text: str, knob: str) -> int | None:
@@ -64,7 +87,7 @@ def chunk(text: str, knob: str) -> int | None:
             "without chunks a step is as long as the longest prompt, and ours are always bounded",
             remedy="give the tokens of the longest step, such as 8192",
         )
-    return parse_count(text, knob=knob)
+    return count(text, knob)
 
 
 def share(text: str, knob: str) -> Fraction | None:
@@ -117,7 +140,7 @@ def batch_sizes(text: str, knob: str) -> str | None:
     parts = [part for part in re.split(r"[\s,]+", text.strip().strip("[]()")) if part]
     if not parts:
         raise InvalidSetting(knob, text, "no sizes", remedy="write sizes such as 1,2,4,8")
-    return ",".join(str(parse_count(part, knob=knob)) for part in parts)
+    return ",".join(str(count(part, knob)) for part in parts)
 
 
 def _number_of(text: str, knob: str, unit_bytes: int, unit: str) -> int:
@@ -130,10 +153,11 @@ def _number_of(text: str, knob: str, unit_bytes: int, unit: str) -> int:
     return int(value)
 
 
-def _scaled(found: re.Match[str], text: str, knob: str) -> int:
-    number, suffix = Fraction(found[1]), found[2]
-    base = 1000 if suffix.islower() else 1024
-    value = number * base ** (_POWERS.index(suffix.lower()) + 1)
+def _scaled(found: re.Match[str], text: str, knob: str, *, base: int, remedy: str) -> int:
+    """A number with a suffix. The engines take parts of a thousand, and none of 1,024."""
+    if base == 1024 and "." in found[1]:
+        raise InvalidSetting(knob, text, "the engine reads no decimals before a suffix of 1,024", remedy=remedy)
+    value = Fraction(found[1]) * base ** (_POWERS.index(found[2][0].lower()) + 1)
     if value.denominator != 1 or value < 1:
-        raise InvalidSetting(knob, text, "not a whole number of at least 1", remedy="write 8192, 8k (8,000) or 8K")
-    return int(value)
+        raise InvalidSetting(knob, text, "not a whole number of at least 1", remedy=remedy)
+    return parse_count(int(value), knob=knob)

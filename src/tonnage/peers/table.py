@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from tonnage.errors import UserError
 from tonnage.peers import read
-from tonnage.peers.engines import SGLANG, TRTLLM, VLLM, Engine, close_to
+from tonnage.peers.engines import SGLANG, TRTLLM, VLLM, Engine, close_to, write_near
 
 
 class Match(StrEnum):
@@ -76,7 +76,7 @@ def _vllm() -> tuple[PeerKnob, ...]:
             read=read.share, by=By.PLAN, takes_all=True, aliases=("memory_utilization",)),
         row("kv_cache_memory_bytes", "kv_bytes",
             "vLLM takes it without looking at what is left, and never uses one of its blocks; here it is a cap",
-            read=read.vllm_bytes, takes_all=True, aliases=("kv_cache_memory",)),
+            read=read.vllm_count, takes_all=True, aliases=("kv_cache_memory",)),
         row("num_gpu_blocks_override", "kv_tokens",
             "vLLM takes it without looking at what is left, and never uses one of its blocks; here it is a cap, and "
             "a block holds block_tokens tokens of every layer",
@@ -113,13 +113,13 @@ def _sglang() -> tuple[PeerKnob, ...]:
             "a share of what is free before weights, for weights and pools; SGLang trusts the rest to be enough for "
             "activations and graphs, while here a pool that leaves them too little is made smaller",
             read=read.share, by=By.PLAN, takes_all=True),
-        row("max_total_tokens", "kv_tokens"),
+        row("max_total_tokens", "kv_tokens", read=read.sglang_count),
         row("chunked_prefill_size", "max_num_tokens",
             "SGLang counts prompt tokens alone; here a step has room for decoding sequences in the same number, which "
             "is at least max_batch_size",
             read=read.chunk),
         row("max_running_requests", "max_batch_size"),
-        row("context_length", "max_seq_len"),
+        row("context_length", "max_seq_len", read=read.sglang_count),
         row("page_size", "block_tokens"),
         row("kv_cache_dtype", "kv_dtype", read=read.dtype),
         row("disable_cuda_graph", "graphs", read=read.eager, is_switch=True),
@@ -187,9 +187,11 @@ def find_knob(engine: Engine, name: str, *, typed: str) -> PeerKnob:
     plain = name.strip().lower().lstrip("-").replace("-", "_").rsplit(".", 1)[-1]
     known = {s: knob for knob in KNOBS if knob.engine is engine for s in (knob.name, *knob.aliases)}
     if plain not in known:
+        able = [k.name for k in KNOBS if k.engine is engine and k.match is not Match.NONE]
         raise UserError(
             f"--like {typed}: no knob {plain!r} of {engine.title} is known here{close_to(plain, known)}",
-            need="one of " + ", ".join(k.name for k in KNOBS if k.engine is engine and k.match is not Match.NONE),
+            need="one of " + ", ".join(able),
+            remedy=write_near(engine.name, plain, able),
         )
     knob = known[plain]
     if knob.match is Match.NONE:

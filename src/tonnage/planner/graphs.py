@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from tonnage.config import BUCKETS_SCHEMA, FITTED_LIST, Origin, Setting
 from tonnage.errors import InputError, InvalidSetting
+from tonnage.files import to_read, why
 from tonnage.planner.buckets import GENERATORS, default_sizes, filter_sizes
 from tonnage.units import parse_count
 
@@ -120,7 +121,8 @@ def _sizes_in(path: Path, knob: str) -> tuple[int, ...]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:
-        raise InputError(f"{told} cannot be read: {fault.strerror}", knob=knob, value=str(path)) from None
+        remedy = f"{to_read(fault)}; {_HOW_TO_WRITE}"
+        raise InputError(f"{told} cannot be read: {why(fault)}", knob=knob, value=str(path), remedy=remedy) from None
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.get("schema") != BUCKETS_SCHEMA:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
 from tonnage.budget.search import largest, smallest
-from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Limits, Origin, Setting
+from tonnage.config import DEFAULT_KEEP_FREE_BYTES, Origin, Setting
 from tonnage.errors import DoesNotFit, UserError
+from tonnage.planner.aim import Aim, Finder, found_by, in_force, limited, priced
 from tonnage.planner.host_tier import WHAT_FOR, host_tier
-from tonnage.planner.limits import resolve_limits
+from tonnage.planner.left_out import FEATURES, given, left_out, nothing_helps, told, without_settings
 from tonnage.planner.question import Question, answer, inputs_at
 from tonnage.planner.weights import weights_for
 from tonnage.reserves.tables import HOST_BOOKS
 from tonnage.terms import Fixed, LineKind
-from tonnage.units import MiB, TiB, ceil_div, decimal_text, format_bytes
+from tonnage.units import LARGEST, MiB, TiB, ceil_div, decimal_text, format_bytes
 
 #: Where max_seq_len was left open, a remedy must make room for sequences of this many tokens: fewer are of no use.
 USEFUL_TOKENS = 4096
@@ -27,23 +28,6 @@ REPEAT_BYTES = 16 * MiB
 SMALL_BOOKS = 100
 #: Searches for a size of memory stop here.
 MOST_BYTES = 64 * TiB
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """What a remedy must make work: ``works`` says whether a changed question does."""
-
-    question: Question
-    works: Callable[[Question], bool]
-
-    def with_limit(self, name: str, value: int) -> bool:
-        return self.works(_limited(self.question, name, value))
-
-    def with_knob(self, name: str, value: int) -> bool:
-        return self.works(_priced(self.question, name, value))
-
-
-Finder = Callable[[Aim], str | None]
 
 
 def with_remedies(
@@ -57,18 +41,30 @@ def with_remedies(
         return refusal  # of the host tier alone, and it has its remedies
     aimed = _aimed(question)
     finders = _REMEDIES if question.limit_knobs.max_seq_len.is_set else _REMEDIES[1:]
-    found = found_by(finders, Aim(aimed, works or plans))
+    aim = Aim(aimed, works or plans, None if question.limit_knobs.max_seq_len.is_set else question)
+    found = found_by(finders, aim) or last_of(aim)
     if not question.limit_knobs.max_seq_len.is_set:
         if found:
             found[-1] += f" (room for sequences of {aimed.limit_knobs.max_seq_len.value:,} tokens)"
         if not any("host_kv_bytes" in each for each in found) and (without := _without_tier(question)):
             found.insert(0, without)
+    found = found or [nothing_helps(aim)]
     return refusal.told_as(what=refusal.what + _books_text(aimed), remedies=found, where=place_of(question))
 
 
-def found_by(finders: tuple[Finder, ...], aim: Aim) -> list[str]:
-    """What the finders come up with, in their order."""
-    return [remedy for find in finders if (remedy := find(aim))]
+def last_of(aim: Aim) -> list[str]:
+    """One remedy for where no single change works: as few changes together as do, else in general what would."""
+    if found := without_settings(aim) or _without_settings_on_more_memory(aim):
+        return [found]
+    return []
+
+
+def _without_settings_on_more_memory(aim: Aim) -> str | None:
+    asked = given(aim)
+    if aim.question.measured is not None or not asked:
+        return None
+    size = _enough_memory(replace(aim, question=left_out(aim, asked)))
+    return None if size is None else f"{told(asked)} and {more_memory(aim.question, size)}"
 
 
 def place_of(question: Question) -> str:
@@ -86,9 +82,9 @@ def _aimed(question: Question) -> Question:
     if question.limit_knobs.max_seq_len.is_set:
         return question
     tokens = min(USEFUL_TOKENS, question.config.max_position_embeddings)
-    aimed = _limited(question, "max_seq_len", tokens)
+    aimed = limited(question, "max_seq_len", tokens)
     # A short max_seq_len would also lower the default of max_num_tokens, and whoever follows a remedy names neither.
-    return _limited(aimed, "max_num_tokens", _in_force(question).max_num_tokens)
+    return limited(aimed, "max_num_tokens", min(LARGEST, in_force(question).max_num_tokens))
 
 
 def plans(question: Question) -> bool:
@@ -98,32 +94,6 @@ def plans(question: Question) -> bool:
     except UserError:
         return False
     return True
-
-
-def _set(value: int) -> Setting[int]:
-    return Setting(value, str(value), Origin.FIT, None)
-
-
-def _limited(question: Question, name: str, value: int) -> Question:
-    changed: dict[str, Any] = {name: _set(value)}
-    return replace(question, limit_knobs=replace(question.limit_knobs, **changed))
-
-
-def _priced(question: Question, name: str, value: int) -> Question:
-    changed: dict[str, Any] = {name: _set(value)}
-    return replace(question, knobs=replace(question.knobs, **changed))
-
-
-def _in_force(question: Question) -> Limits:
-    """What a limit is lowered from: defaults of the device included."""
-    return resolve_limits(
-        question.config,
-        question.limit_knobs,
-        device_kind=question.card.kind,
-        disabled_claims=question.knobs.disabled_claims,
-        graphs=question.knobs.graphs,
-        has_draft=question.draft is not None,
-    )[0]
 
 
 def _smaller_seq_len(aim: Aim) -> str | None:
@@ -184,7 +154,7 @@ def smaller_num_tokens(aim: Aim) -> str | None:
     if aim.question.measured is not None:
         return None  # the probes ran at this size; a smaller one would have to be measured again
     least = aim.question.limit_knobs.max_batch_size.or_else(1) * aim.question.step_tokens
-    now = _in_force(aim.question).max_num_tokens
+    now = in_force(aim.question).max_num_tokens
     found = largest(lambda n: aim.with_limit("max_num_tokens", n), low=least, high=now - 1)
     return None if found is None else f"lower max_num_tokens to {found}"
 
@@ -192,7 +162,7 @@ def smaller_num_tokens(aim: Aim) -> str | None:
 def _fewer_rows(aim: Aim) -> int | None:
     if aim.question.measured is not None:
         return None
-    now = _in_force(aim.question).max_batch_size
+    now = in_force(aim.question).max_batch_size
     return largest(lambda n: aim.with_limit("max_batch_size", n), low=1, high=now - 1)
 
 
@@ -208,7 +178,8 @@ def _host_tier(aim: Aim) -> str | None:
     rows = None if asked is None else _fewer_rows(aim)
     if asked is None or rows is None:
         return None
-    made = answer(_limited(question, "max_batch_size", rows))
+    fewer = aim.limited("max_batch_size", rows)
+    made = answer(fewer)
     tier = host_tier(
         [made],
         question.card,
@@ -217,10 +188,15 @@ def _host_tier(aim: Aim) -> str | None:
         seq_tokens=made.limits.max_seq_len,
     )
     given = question.knobs.host_kv_bytes.value
-    if tier is None or question.rank.pp > 1 or (given is not None and given < tier.kv_bytes):
+    if (
+        tier is None
+        or tier.kv_bytes > MOST_BYTES
+        or question.rank.pp > 1
+        or (given is not None and given < tier.kv_bytes)
+    ):
         return None
     num_mib = ceil_div(tier.kv_bytes, MiB)
-    if not aim.works(_priced(_limited(question, "max_batch_size", rows), "host_kv_bytes", num_mib * MiB)):
+    if not aim.works(priced(fewer, "host_kv_bytes", num_mib * MiB)):
         return None  # a policy that knows no such tier
     size = size_text(num_mib * MiB)
     return f"lower max_batch_size to {rows} and set host_kv_bytes to {size} ({tier.told()}; {WHAT_FOR})"
@@ -228,14 +204,14 @@ def _host_tier(aim: Aim) -> str | None:
 
 def _smaller_encoder(aim: Aim) -> str | None:
     """What an encoder leaves for every sequence may be the largest part of all."""
-    now = 0 if aim.question.measured is not None else _in_force(aim.question).max_encoder_tokens
+    now = 0 if aim.question.measured is not None else in_force(aim.question).max_encoder_tokens
     found = largest(lambda n: aim.with_limit("max_encoder_tokens", n), low=1, high=now - 1)
     return None if found is None else f"lower max_encoder_tokens to {found}"
 
 
 def _bounded_attended(aim: Aim) -> str | None:
     """Where the worst case of growing scratch is set aside whole, it may be a smaller one."""
-    knobs, limits = aim.question.knobs, _in_force(aim.question)
+    knobs, limits = aim.question.knobs, in_force(aim.question)
     if knobs.scratch.value != "reserve":
         return None
     worst = limits.max_batch_size * limits.max_seq_len
@@ -381,6 +357,7 @@ _REMEDIES: tuple[Finder, ...] = (
     _smaller_batch,
     _host_tier,
     _smaller_encoder,
+    *FEATURES,
     _bounded_attended,
     narrower,
     _narrower_cache,

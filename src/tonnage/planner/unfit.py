@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from tonnage.budget.fit import Dimension, Values, last_resorts, sacrificed
 from tonnage.budget.search import largest
 from tonnage.errors import DoesNotFit
+from tonnage.planner.aim import Aim, found_by
 from tonnage.planner.dimensions import dimensions
 from tonnage.planner.host_tier import WHAT_FOR, HostTier, host_tier
+from tonnage.planner.left_out import nothing_helps
 from tonnage.planner.question import Question
-from tonnage.planner.remedies import MONEY, Aim, found_by, place_of, size_text, smaller_num_tokens
+from tonnage.planner.remedies import MONEY, MOST_BYTES, last_of, place_of, size_text, smaller_num_tokens
 from tonnage.planner.site import Plans, Site, holds, kv_bytes_for, tightest
 from tonnage.planner.workload import Workload
 from tonnage.units import MiB, format_bytes, round_up
@@ -104,7 +106,7 @@ def _remedies(site: Site, workload: Workload, order: Sequence[Dimension], reside
     others = {name: value for name, value in sacrificed(order).items() if name != "kv_dtype"}
     aim = Aim(site.at(others).first, _works(site, workload, order))
     finders = (smaller_num_tokens, *MONEY) if site.first.limit_knobs.max_num_tokens.is_set else MONEY
-    return [remedy for remedy in found if remedy] + found_by(finders, aim)
+    return [remedy for remedy in found if remedy] + found_by(finders, aim) or last_of(aim) or [nothing_helps(aim)]
 
 
 def _works(site: Site, workload: Workload, order: Sequence[Dimension]) -> Callable[[Question], bool]:
@@ -140,4 +142,4 @@ def offered_tier(site: Site, workload: Workload, num_resident: int) -> HostTier 
         seq_tokens=workload.seq_tokens,
     )
     given = site.first.knobs.host_kv_bytes.value
-    return None if tier is None or (given is not None and given < tier.kv_bytes) else tier
+    return None if tier is None or tier.kv_bytes > MOST_BYTES or (given is not None and given < tier.kv_bytes) else tier

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.errors import InputError
-from tonnage.files import write_whole
+from tonnage.files import to_read, to_write, why, write_whole
 from tonnage.terms import PLAN_SCHEMA, RUN_SCHEMA
+from tonnage.units import shown
 
 if TYPE_CHECKING:
     from tonnage.report.plan_json import PlanFile
@@ -57,9 +58,19 @@ def read_file(path: str | Path) -> PlanFile | RunFile:
 
 def check_writable(path: str | Path, *, force: bool, flag: str) -> Path:
     """Refuse an existing file (unless ``force``) and a folder that is not there, before any work is done."""
-    target = Path(path)
     if str(path) == "-":
         raise InputError(f"{flag} needs a file", knob=flag, value="-", remedy="to print it instead, use --json")
+    try:
+        return _checked(Path(path), force=force, flag=flag)
+    except (OSError, ValueError) as fault:  # a name that is too long, or has a zero byte
+        remedy = to_write(fault) if isinstance(fault, OSError) else "choose another name"
+        raise InputError(
+            f"{flag} {shown(str(path))} cannot be written: {why(fault)}", knob=flag, value=str(path), remedy=remedy
+        ) from None
+
+
+def _checked(target: Path, *, force: bool, flag: str) -> Path:
+    path = target
     if target.is_dir():
         raise InputError(f"{flag} {target} is a folder", knob=flag, value=str(path), remedy="name a file")
     if target.exists() and not force:
@@ -82,7 +93,8 @@ def write_file(path: str | Path, text: str, *, force: bool, flag: str) -> None:
     try:
         write_whole(target, text, replaces=force)
     except OSError as fault:
-        raise InputError(f"{flag} {target} cannot be written: {fault.strerror}", knob=flag, value=str(path)) from None
+        told = f"{flag} {target} cannot be written: {why(fault)}"
+        raise InputError(told, knob=flag, value=str(path), remedy=to_write(fault)) from None
 
 
 def _text(path: Path) -> str:
@@ -91,7 +103,8 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         raise InputError(f"there is no file {path}", value=str(path), remedy="check the path") from None
     except OSError as fault:
-        raise InputError(f"{path} cannot be read: {fault.strerror}", value=str(path), remedy=_NAME_ONE) from None
+        remedy = f"{to_read(fault)}: one that plan --output or run --run-file wrote"
+        raise InputError(f"{path} cannot be read: {why(fault)}", value=str(path), remedy=remedy) from None
     except UnicodeDecodeError as fault:
         told = f"{path} is not UTF-8 text (byte {fault.start})"
         raise InputError(told, value=str(path), remedy=_NAME_ONE) from None

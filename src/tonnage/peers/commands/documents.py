@@ -21,7 +21,8 @@ def documents(text: str, *, name: str) -> list[Any]:
     installed.
     """
     if len(text) > MOST_CHARACTERS:
-        raise InputError(f"{name}: {len(text):,} characters are too many for a manifest", value=name)
+        told = f"{name}: {len(text):,} characters are too many for a manifest"
+        raise InputError(told, value=name, remedy=f"cut out the part that matters: at most {MOST_CHARACTERS:,}")
     try:
         import yaml  # an extra: the planner itself needs no YAML
     except ModuleNotFoundError:
@@ -75,8 +76,8 @@ def _told(fault: Exception) -> str:
     return what if mark is None else f"line {mark.line + 1}: {what}"
 
 
-def _remedy(text: str) -> str | None:
-    return "render the template first (helm template ...)" if "{{" in text else None
+def _remedy(text: str) -> str:
+    return "render the template first (helm template ...)" if "{{" in text else "give a manifest, or launch commands"
 
 
 def _size(value: object, sizes: dict[int, int | None], name: str) -> int:
@@ -95,7 +96,8 @@ def _size(value: object, sizes: dict[int, int | None], name: str) -> int:
         if id(now) in sizes:
             raise InputError(f"{name} refers to itself", value=name, remedy="write the value out")
         if any(isinstance(each, int) and abs(each) >= _TOO_LARGE for each in (*now, *inside)):
-            raise InputError(f"{name} cannot be read as YAML: a number in it is too large", value=name)
+            told = f"{name} cannot be read as YAML: a number in it is too large"
+            raise InputError(told, value=name, remedy="write it with fewer digits, or as text in quotes")
         sizes[id(now)] = None
         stack.append((now, True))
         stack.extend((each, False) for each in inside)

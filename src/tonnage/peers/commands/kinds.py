@@ -10,7 +10,7 @@ class Kind(StrEnum):
     """How the text of a flag is read."""
 
     COUNT = "count"  # a whole number, in digits alone
-    TOKENS = "tokens"  # a whole number, with vLLM's suffixes
+    TOKENS = "tokens"  # a whole number, with the suffixes that vLLM, or that SGLang reads
     NUMBER = "number"  # a whole number that may be negative
     LENGTH = "length"  # tokens; -1 and auto are to be fitted
     SHARE = "share"  # 0 < share <= 1, exact
@@ -49,10 +49,10 @@ VLLM = _table(
     counts="cudagraph_capture_sizes cuda_graph_sizes",
 )  # fmt: skip
 SGLANG = _table(
-    count="tp_size pp_size dp_size ep_size max_total_tokens max_running_requests max_prefill_tokens context_length "
-    "page_size cuda_graph_max_bs cuda_graph_max_bs_decode max_mamba_cache_size speculative_num_draft_tokens "
-    "speculative_num_steps speculative_eagle_topk max_loras_per_batch max_lora_rank attn_dp_size moe_dense_tp_size "
-    "nnodes cpu_offload_gb hicache_size dcp_size",
+    count="tp_size pp_size dp_size ep_size max_running_requests page_size cuda_graph_max_bs cuda_graph_max_bs_decode "
+    "max_mamba_cache_size speculative_num_draft_tokens speculative_num_steps speculative_eagle_topk "
+    "max_loras_per_batch max_lora_rank attn_dp_size moe_dense_tp_size nnodes cpu_offload_gb hicache_size dcp_size",
+    tokens="max_total_tokens max_prefill_tokens context_length",
     number="chunked_prefill_size node_rank",
     share="mem_fraction_static",
     ratio="mamba_full_memory_ratio swa_full_tokens_ratio hicache_ratio",

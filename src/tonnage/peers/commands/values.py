@@ -12,12 +12,10 @@ from tonnage.errors import InvalidSetting
 from tonnage.peers import read
 from tonnage.peers.commands.command import Command, Flag
 from tonnage.peers.commands.kinds import Kind, kind_of
-from tonnage.units import LARGEST, exact, parse_count
+from tonnage.units import LARGEST, exact
 
 #: Characters of JSON in a flag.
 _MOST_JSON = 100_000
-#: Characters of a whole number.
-_MOST_DIGITS = 40
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.IGNORECASE)
 
 
@@ -61,14 +59,6 @@ def _number(text: str, knob: str) -> int:
     return int(text)
 
 
-def _count(text: str, knob: str) -> int:
-    """As ``int`` reads it, for that is what the engines read these flags with: no suffixes, no commas."""
-    plain = text.strip()
-    if not re.fullmatch(r"\+?\d+(_\d+)*", plain) or len(plain) > _MOST_DIGITS or int(plain) > LARGEST:
-        raise InvalidSetting(knob, text[:80], "not a whole number in digits", remedy="write digits alone, such as 8192")
-    return int(plain)
-
-
 def _length(text: str, knob: str) -> int:
     value = read.vllm_length(text, knob)
     return -1 if value is None else value
@@ -76,6 +66,10 @@ def _length(text: str, knob: str) -> int:
 
 def _vllm_count(text: str, knob: str) -> int | None:
     return 0 if text.strip() == "0" else read.vllm_count(text, knob)
+
+
+def _sglang_count(text: str, knob: str) -> int | None:
+    return 0 if text.strip() == "0" else read.sglang_count(text, knob)
 
 
 def _ratio(text: str, knob: str) -> Fraction:
@@ -104,7 +98,7 @@ def _word(text: str, knob: str) -> str:
 
 def _counts(text: str, knob: str) -> tuple[int, ...]:
     parts = [part for part in re.split(r"[\s,]+", text.strip().strip("[]()")) if part]
-    return tuple(parse_count(part, knob=knob) for part in parts)
+    return tuple(read.whole(part, knob) for part in parts)
 
 
 def _json(text: str, knob: str) -> object:
@@ -137,13 +131,13 @@ def _scalar(text: str) -> object:
 
 
 _READERS: Mapping[Kind, Callable[[str, str], object]] = {
-    Kind.COUNT: _count,
+    Kind.COUNT: read.whole,
     Kind.TOKENS: _vllm_count,
     Kind.NUMBER: _number,
     Kind.LENGTH: _length,
     Kind.SHARE: _share,
     Kind.RATIO: _ratio,
-    Kind.BYTES: read.vllm_bytes,
+    Kind.BYTES: read.vllm_count,
     Kind.GIB: read.gibibytes,
     Kind.WORD: _word,
     Kind.JSON: _json,
@@ -152,4 +146,5 @@ _READERS: Mapping[Kind, Callable[[str, str], object]] = {
 _PLAIN: Mapping[Kind, Callable[[str, str], object]] = {
     **_READERS,
     Kind.BYTES: read.size_or_unset,
+    Kind.TOKENS: _sglang_count,
 }
