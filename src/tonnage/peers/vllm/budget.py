@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isqrt
 
 from tonnage.peers.start import Rule, Term
-from tonnage.peers.vllm import graphs, nontorch, peak, resident
+from tonnage.peers.vllm import adapters, graphs, nontorch, peak, resident
 from tonnage.peers.vllm.facts import Facts
 from tonnage.peers.vllm.setup import Setup
 from tonnage.terms import Quantity, Source
@@ -47,6 +47,7 @@ def budget_of(setup: Setup, facts: Facts) -> Budget:
     deducted = [
         Term(name="weights", bytes=_weights(setup), rule=WEIGHTS),
         Term(name="beside the weights", bytes=resident.beside_weights(setup), rule=resident.RULE),
+        *_adapters(setup),
         Term(name="non-torch", bytes=nontorch.non_torch(setup, facts), rule=nontorch.rule(setup, facts)),
         Term(name="activation peak", bytes=peak.activation_peak(setup, facts), rule=peak.rule(setup, facts)),
     ]
@@ -56,6 +57,13 @@ def budget_of(setup: Setup, facts: Facts) -> Budget:
     return Budget(
         total=total, requested=requested, deducted=tuple(deducted), outside=tuple(outside), available=available
     )
+
+
+def _adapters(setup: Setup) -> Iterator[Term]:
+    """A term of its own, where they are enabled."""
+    slots = adapters.adapter_bytes(setup)
+    if slots is not None:
+        yield Term(name="adapters", bytes=slots, rule=adapters.RULE)
 
 
 def _weights(setup: Setup) -> Quantity:
