@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_peer_vllm import check, launch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_peer_vllm import MODELS, VERSIONS, check, launch
 
 from tonnage.errors import InvalidSetting
 from tonnage.peers.predict import predict
@@ -137,6 +139,37 @@ def test_weights_that_a_log_told_have_them_from_the_second_core_on():
     late, early = (replace(launch(version=version, enable_lora=True), weights=logged) for version in ("0.19", "0.6.6"))
     assert predict(late).term("adapters").bytes.bytes == 0
     assert predict(early).term("adapters").bytes.bytes == 96_567_296
+
+
+@given(
+    key=st.sampled_from(MODELS), version=st.sampled_from(VERSIONS), tp=st.sampled_from((1, 2, 4)),
+    pp=st.sampled_from((1, 2)), adapters=st.integers(1, 8), more=st.integers(0, 8), rank=st.sampled_from((8, 16, 64)),
+    sharded=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_more_adapters_never_leave_more_pool(key, version, tp, pp, adapters, more, rank, sharded):
+    """And whatever is asked, the terms are a partition of the card."""
+    asked = {"enable_lora": True, "max_lora_rank": rank, "fully_sharded_loras": sharded}
+    version = "0.3.0" if version == "0.2.5" else version  # there were none before
+    fewer, larger = (predict(launch(key, version=version, tp=tp, pp=pp, max_loras=number, card="H200", **asked))
+                     for number in (adapters, adapters + more))  # fmt: skip
+    assert sum(term.bytes.bytes for term in larger.terms) == larger.launch.card.total_bytes
+    term = larger.term("adapters").bytes
+    assert 0 < term.low <= term.bytes <= term.high
+    assert term.bytes * adapters == fewer.term("adapters").bytes.bytes * (adapters + more)
+    for end in ("low", "bytes", "high"):
+        assert getattr(larger.pool, end) <= getattr(fewer.pool, end)
+    whole = predict(launch(key, version=version, tp=tp, pp=pp, max_loras=adapters, card="H200", enable_lora=True,
+                           max_lora_rank=rank))  # fmt: skip
+    assert fewer.term("adapters").bytes.bytes <= whole.term("adapters").bytes.bytes
+
+
+def test_a_diff_of_releases_says_that_experts_are_adapted_now():
+    early, late, dense = (predict(launch(key, version=version, enable_lora=True)).term("adapters").rule
+                          for key, version in (("qwen3-30b-a3b", "0.11.0"), ("qwen3-30b-a3b", "0.11.1"),
+                                               ("llama-3.1-8b", "0.11.1")))  # fmt: skip
+    assert early.before == late.since == (0, 11, 1)
+    assert dense.since == (0, 3)
 
 
 @pytest.mark.parametrize(

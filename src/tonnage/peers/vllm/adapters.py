@@ -6,8 +6,9 @@ host memory alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tonnage.costs.layers import Experts
 from tonnage.costs.ranks import attention_ranks, rank_shape
 from tonnage.errors import InvalidSetting
 from tonnage.layout import DTYPE_BYTES
@@ -37,11 +38,20 @@ RULE = Rule(
     "a matrix is split, the other factor is whole on every rank unless fully_sharded_loras",
     source="vllm/lora/layers of 0.3.0 to 0.33.0 (create_lora_weights)",
 )  # fmt: skip
-EXPERTS = Rule(
+EXPERTS_SPREAD = Rule(
     name="adapters of experts", since=eras.EXPERTS_ADAPTED, before=eras.EXPERTS_ADAPTED_SPREAD,
     says="experts that are spread over the ranks cannot be adapted",
     source="vllm/lora/layers/fused_moe.py of 0.11.1 to 0.20.0",
 )  # fmt: skip
+
+
+def rule(setup: Setup) -> Rule:
+    """Dated where the model has experts: from a release on they are adapted too, and take most of it."""
+    if not any(isinstance(layer.feed_forward, Experts) for layer in setup.launch.config.layers):
+        return RULE
+    if eras.is_from(setup.launch.version, eras.EXPERTS_ADAPTED):
+        return replace(RULE, since=eras.EXPERTS_ADAPTED, says=f"{RULE.says}; each routed expert has its own")
+    return replace(RULE, before=eras.EXPERTS_ADAPTED, says=f"{RULE.says}; routed experts have none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

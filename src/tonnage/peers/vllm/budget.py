@@ -63,7 +63,7 @@ def _adapters(setup: Setup) -> Iterator[Term]:
     """A term of its own, where they are enabled."""
     slots = adapters.adapter_bytes(setup)
     if slots is not None:
-        yield Term(name="adapters", bytes=slots, rule=adapters.RULE)
+        yield Term(name="adapters", bytes=slots, rule=adapters.rule(setup))
 
 
 def _weights(setup: Setup) -> Quantity:

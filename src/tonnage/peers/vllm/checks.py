@@ -8,7 +8,7 @@ from tonnage.costs.layers import Experts
 from tonnage.peers.start import Check, Count, Rule
 from tonnage.peers.version import Version
 from tonnage.peers.vllm import eras
-from tonnage.peers.vllm.adapters import EXPERTS, slots_of
+from tonnage.peers.vllm.adapters import EXPERTS_SPREAD, slots_of
 from tonnage.peers.vllm.budget import Budget
 from tonnage.peers.vllm.pages import Pages, longest, request_blocks
 from tonnage.peers.vllm.setup import Setup
@@ -77,8 +77,8 @@ def _refused(setup: Setup) -> Iterator[Check]:
     """What the engine refuses before it looks at any memory: nothing where all is well."""
     launch, draft = setup.launch, setup.launch.draft
     spread = launch.rank.ep > 1 and any(isinstance(layer.feed_forward, Experts) for layer in launch.config.layers)
-    if slots_of(setup) is not None and spread and _lies_in(launch.version, EXPERTS):
-        yield _no(EXPERTS, need="0.21 or later", have=f"adapters, and experts over {launch.rank.ep} ranks")
+    if slots_of(setup) is not None and spread and _lies_in(launch.version, EXPERTS_SPREAD):
+        yield _no(EXPERTS_SPREAD, need="0.21 or later", have=f"adapters, and experts over {launch.rank.ep} ranks")
     if draft is not None and _lies_in(launch.version, DRAFT):
         yield _no(DRAFT, need="a release before 0.10 or from 0.15 on", have=str(launch.version))
     is_same = draft is None or draft.vocab_size == launch.config.vocab_size
