@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from test_lint import codes, linted
 from test_peer_vllm_adapters import EACH, LLAMA, WORDS
+from test_peer_vllm_heads import ELEMENTS, HEAD
 
 from tonnage.hardware import find_card
 from tonnage.peers.lint.finding import Severity
@@ -82,8 +85,8 @@ def test_a_draft_by_another_name_is_counted_where_its_shape_is_given():
     assert "TN043" not in {finding.code for finding in found.findings}
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
-def test_heads_are_told_and_not_counted(method):
+@pytest.mark.parametrize("method", ["mlp_speculator", "medusa"])
+def test_heads_of_other_kinds_are_told_and_not_counted(method):
     config = (
         f"""--speculative-config '{{"method": "{method}", "model": "llama-3.1-8b", "num_speculative_tokens": 3}}'"""
     )
@@ -91,8 +94,16 @@ def test_heads_are_told_and_not_counted(method):
     finding = {each.code: each for each in found.findings}["TN043"]
     assert found.start.launch.draft is None
     assert finding.change == ()
-    by_name = DRAFT % "org/EAGLE3-LLaMA3.3-Instruct-70B"
-    assert "TN043" in codes(f"vllm serve llama-3.1-70b -tp 2 {by_name}", card=H200)
+    assert "TN043" in codes(f"vllm serve llama-3.1-70b -tp 2 {DRAFT % './org-medusa'}", card=H200)
+
+
+def test_a_head_of_eagle_is_counted_where_its_file_is_at_hand(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HEAD))
+    command = f"vllm serve llama-3.1-8b --max-num-seqs 64 {DRAFT % tmp_path}"
+    (plain,), (found,) = linted("vllm serve llama-3.1-8b --max-num-seqs 64"), linted(command)
+    assert "TN043" not in {finding.code for finding in found.findings}
+    more = found.start.term("weights").bytes.bytes - plain.start.term("weights").bytes.bytes
+    assert more == pytest.approx(ELEMENTS * 2, rel=1e-3)
 
 
 def test_layers_of_the_checkpoint_are_no_draft_beside_it():

@@ -12,7 +12,7 @@ from tonnage.costs.models import find_config
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UserError
 from tonnage.hardware import Card, find_card
 from tonnage.peers.commands import Command, settings_of
-from tonnage.peers.commands.meaning import drafts_inside, whole_draft
+from tonnage.peers.commands.meaning import counted_draft, drafts_inside
 from tonnage.peers.corrections import Correction, corrected
 from tonnage.peers.lint import Case, Finding, Linted, Severity, flagged, layout, sharing
 from tonnage.peers.lint.case import Weights, check_settings
@@ -171,7 +171,7 @@ def case_of(
     loaded = as_loaded(config, settings.get(QUANTIZATION)) or config
     drafts = drafts_inside(command.engine, settings)
     checkpoint = checkpoint_of(path) if loaded is config else None  # its headers say how it is stored
-    draft = _draft(whole_draft(command.engine, settings), asked)
+    draft = _draft(counted_draft(command.engine, settings), asked)
     return Case(
         command=command,
         version=version,

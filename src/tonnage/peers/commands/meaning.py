@@ -23,9 +23,11 @@ _OBJECTS = {
 }  # fmt: skip
 #: Fields of a launch, which are no settings of it.
 FIELDS = ("kv_cache_dtype", "dtype")
-#: Ends of methods whose layers are in the checkpoint, or that draft without a model; and names of heads.
+#: Ends of methods whose layers are in the checkpoint, or that draft without a model; methods whose drafts are counted;
+#: names of drafts of other kinds.
 _INSIDE = ("mtp", "ngram", "suffix")
-_HEADS = ("eagle", "medusa", "mlp_speculator", "accelerator", "dflash", "speculator")
+_COUNTED = ("draft_model", "eagle", "eagle3")
+_OTHERS = ("medusa", "mlp_speculator", "accelerator", "dflash", "dspark")
 _OFF = ("none", "0", "false")
 
 
@@ -71,8 +73,8 @@ def draft_model(engine: str, settings: Mapping[str, object]) -> str | None:
     return named if isinstance(named, str) and named not in ("[ngram]", "ngram") else None
 
 
-def whole_draft(engine: str, settings: Mapping[str, object]) -> str | None:
-    """The name of a draft that is a model of its own, with embeddings and a head; None where it may be another kind.
+def counted_draft(engine: str, settings: Mapping[str, object]) -> str | None:
+    """The name of a draft that can be counted: a model of its own, or a head of EAGLE; None for other kinds.
 
     As vLLM tells them apart where no method is named: by the name of the draft, and by its config.json.
     """
@@ -81,8 +83,8 @@ def whole_draft(engine: str, settings: Mapping[str, object]) -> str | None:
         return None
     config = settings.get("speculative_config")
     method = str(config.get("method") or "").lower() if isinstance(config, Mapping) else ""
-    is_head = any(word in named.lower() for word in _HEADS)
-    return named if method == "draft_model" or (not method and not is_head) else None
+    is_other = any(word in named.lower() for word in _OTHERS)
+    return named if method in _COUNTED or (not method and not is_other) else None
 
 
 def drafts_inside(engine: str, settings: Mapping[str, object]) -> bool:

@@ -9,7 +9,7 @@ from tonnage.errors import InvalidSetting
 from tonnage.peers.commands import kinds, known
 from tonnage.peers.commands.command import Command, Flag
 from tonnage.peers.commands.invocation import close_to
-from tonnage.peers.commands.meaning import draft_model, whole_draft
+from tonnage.peers.commands.meaning import counted_draft, draft_model
 from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.lint.parallel import overstates
@@ -116,7 +116,7 @@ def weights(case: Case) -> Iterator[Finding]:
             severity=Severity.WARNING,
             what=f"the draft model {draft} is loaded beside it, and its weights and cache are not counted",
             change=()
-            if whole_draft(case.engine, case.settings) is None
+            if counted_draft(case.engine, case.settings) is None
             else (f"--model {draft}=MODEL of tonnage lint",),
         )
     quantised = case.settings.get("quantization")

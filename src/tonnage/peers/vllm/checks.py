@@ -10,6 +10,7 @@ from tonnage.peers.version import Version
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.adapters import EXPERTS_SPREAD, slots_of
 from tonnage.peers.vllm.budget import Budget
+from tonnage.peers.vllm.drafting import head_of
 from tonnage.peers.vllm.pages import Pages, longest, request_blocks
 from tonnage.peers.vllm.setup import Setup
 from tonnage.terms import Quantity
@@ -75,7 +76,8 @@ def _checks(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks
 
 def _refused(setup: Setup) -> Iterator[Check]:
     """What the engine refuses before it looks at any memory: nothing where all is well."""
-    launch, draft = setup.launch, setup.launch.draft
+    launch = setup.launch
+    draft = None if head_of(launch) else launch.draft
     spread = launch.rank.ep > 1 and any(isinstance(layer.feed_forward, Experts) for layer in launch.config.layers)
     if slots_of(setup) is not None and spread and _lies_in(launch.version, EXPERTS_SPREAD):
         yield _no(EXPERTS_SPREAD, need="0.21 or later", have=f"adapters, and experts over {launch.rank.ep} ranks")

@@ -8,6 +8,7 @@ from tonnage.hardware import Card
 from tonnage.peers.launch import Launch
 from tonnage.peers.version import Version
 from tonnage.peers.vllm import eras
+from tonnage.peers.vllm.drafting import head_of
 from tonnage.units import GiB
 
 #: (name, value, why)
@@ -27,7 +28,8 @@ def core(launch: Launch) -> str:
     version = launch.version
     if not eras.is_from(version, eras.V1_DEFAULT):
         return "V0"
-    if launch.draft is not None and not eras.is_from(version, eras.DRAFT_MODELS_GONE):
+    is_whole = launch.draft is not None and not head_of(launch)
+    if is_whole and not eras.is_from(version, eras.DRAFT_MODELS_GONE):
         return "V0"
     is_old_card = launch.card.kind == "cuda" and 0 < launch.card.sm < 80
     return "V0" if is_old_card and not eras.is_from(version, eras.ONLY_V1) else "V1"

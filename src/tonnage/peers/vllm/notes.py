@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.adapted import adapts_vocabulary
 from tonnage.peers.vllm.budget import Budget
+from tonnage.peers.vllm.drafting import head_of
 from tonnage.peers.vllm.kept import kept_layers
 from tonnage.peers.vllm.pages import Pages
 from tonnage.peers.vllm.setup import Setup, switch
@@ -84,6 +85,8 @@ def _draft_notes(setup: Setup, pages: Pages | None) -> Iterator[str]:
             yield "a draft model's own weights and cache are not in these figures"
         return
     yield f"the dry run of {launch.draft.name} and its graphs are not in these figures"
+    if head_of(launch) and not setup.is_v1:
+        yield "what a head shares with its target in the first core is not known: it is counted whole"
     if pages is not None and not pages.is_uniform:
         yield "pages of several kinds beside a draft's were checked against no log"
     if token_ranks(setup) > 1:
