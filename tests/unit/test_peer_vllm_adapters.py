@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_peer_vllm import MODELS, VERSIONS, check, launch
 
+from tonnage.costs.layers import Experts
 from tonnage.errors import InvalidSetting
 from tonnage.peers.predict import predict
 from tonnage.peers.vllm.adapters import adapter_bytes
@@ -124,6 +125,43 @@ def test_the_interval_has_what_may_be_adapted():
     """Of a hybrid its recurrent layers."""
     found = buffers("qwen3.6-27b", version="0.19.0")
     assert 0 < found.low < found.bytes <= found.high
+
+
+def test_experts_that_work_on_a_latent_are_as_narrow():
+    """Nemotron 3 Super: 40 layers of 512 experts, 1024 wide and 2688 within, up and down; around them 4096 to 1024 and
+    back. Shared experts of 5376; 8 attention layers of 32 and 2 heads of 128. No router, for nothing is gated."""
+    config = launch("nemotron-3-super-120b").config
+    experts = [layer.feed_forward for layer in config.layers if isinstance(layer.feed_forward, Experts)]
+    assert (len(experts), experts[0].num_experts, experts[0].intermediate_size) == (40, 512, 2688)
+    routed = 40 * (512 * 2 * (1024 + 2688) + 2 * (4096 + 1024))
+    shared = 40 * 2 * (4096 + 5376)
+    attention = 8 * ((4096 + 4096) + 2 * (4096 + 256) + (4096 + 4096))
+    words = 2 * (131_072 + 4096)
+    found = buffers("nemotron-3-super-120b", version="0.19.0")
+    assert found.low == (routed + shared + attention + words) * EACH
+
+
+def test_an_indexer_may_be_adapted():
+    """DeepSeek-V3.2: 64 heads of 128 from 1536, a key of 128 and 64 weights from 7168, in 61 layers."""
+    found = buffers("deepseek-v3.2", version="0.19.0")
+    assert found.bytes - found.low == 61 * (1536 + 8192 + 7168 + 128 + 7168 + 64) * EACH
+    assert found.high == found.bytes
+
+
+@pytest.mark.parametrize(
+    ("key", "since", "before"), [("qwen3-14b", "0.16.0", "0.14.1"), ("qwen3.6-27b", "0.29.0", "0.28.0")]
+)
+def test_vocabularies_that_are_adapted_later(key, since, before):
+    """Of Qwen3-14B 2 x (151,936 + 5120), of Qwen3.6-27B 2 x (248,320 + 5120)."""
+    config = launch(key).config
+    more = buffers(key, version=since).bytes - buffers(key, version=before).bytes
+    assert config.hidden_size == 5120
+    assert more == 2 * ({"qwen3-14b": 151_936, "qwen3.6-27b": 248_320}[key] + 5120) * EACH
+
+
+def test_releases_before_03_have_none():
+    with pytest.raises(InvalidSetting, match=r"0\.3 is the first"):
+        buffers(version="0.2.5")
 
 
 def test_they_are_a_term_that_the_pool_has_less_of():

@@ -10,23 +10,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tonnage.costs.extras import expert_hidden
 from tonnage.costs.layers import Attention, Dense, Experts, FeedForward, Latent, Mixer, Recurrent
 from tonnage.costs.ranks import attention_ranks, rank_kv_heads
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.setup import Setup
 from tonnage.units import ceil_div
 
-#: Families whose classes name their embeddings and their head, so that both are adapted; others from 0.16 on.
+#: Families whose classes name their embeddings and their head, so that both are adapted; and since when others do.
 _WITH_VOCABULARY = (
     "apertus", "aya", "cohere", "cohere2", "exaone", "exaone4", "falcon_h1", "granite", "granitemoe",
     "granitemoehybrid", "granitemoeshared", "jamba", "lfm2", "llama", "minicpm", "mistral", "mixtral", "nemotron",
     "nemotron_h", "phi3", "phimoe", "solar",
 )  # fmt: skip
-_WITH_VOCABULARY_LATER = ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_text")
+_WITH_VOCABULARY_LATER = {
+    "qwen3": eras.QWEN3_VOCABULARY_ADAPTED, "qwen3_moe": eras.QWEN3_VOCABULARY_ADAPTED,
+    "qwen3_5": eras.QWEN35_VOCABULARY_ADAPTED, "qwen3_5_text": eras.QWEN35_VOCABULARY_ADAPTED,
+    "qwen3_5_moe": eras.QWEN35_VOCABULARY_ADAPTED, "qwen3_5_moe_text": eras.QWEN35_VOCABULARY_ADAPTED,
+}  # fmt: skip
 #: Families whose classes name none.
 _WITHOUT_VOCABULARY = (
-    "baichuan", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4_moe", "gpt_oss",
-    "internlm2", "qwen2", "qwen2_moe",
+    "baichuan", "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4_moe",
+    "glm_moe_dsa", "gpt_oss", "internlm2", "qwen2", "qwen2_moe",
 )  # fmt: skip
 #: Families whose experts keep gate and up in one matrix: one first factor for both, from 0.12 on.
 _GATE_AND_UP_AS_ONE = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
@@ -86,9 +91,19 @@ def _of_latent(hidden: int, mixer: Latent, heads: int) -> Iterator[Pair]:
     else:
         yield Pair(module="q_proj", num_in=hidden, num_out=query, cut=Cut.OUTPUTS)
     yield Pair(module="kv_a_proj_with_mqa", num_in=hidden, num_out=mixer.kv_lora_rank + mixer.qk_rope_head_dim)
+    if mixer.index_head_dim:
+        yield from _of_indexer(hidden, mixer)
     keys_and_values = heads * (mixer.qk_nope_head_dim + mixer.v_head_dim)
     yield Pair(module="kv_b_proj", num_in=mixer.kv_lora_rank, num_out=keys_and_values, cut=Cut.OUTPUTS)
     yield Pair(module="o_proj", num_in=heads * mixer.v_head_dim, num_out=hidden, cut=Cut.INPUTS)
+
+
+def _of_indexer(hidden: int, mixer: Latent) -> Iterator[Pair]:
+    """Whole on every rank. Releases fuse what reads the hidden state, so it is not sure."""
+    queries = mixer.num_index_heads * mixer.index_head_dim
+    yield Pair(module="wq_b", num_in=mixer.q_lora_rank or hidden, num_out=queries, is_sure=False)
+    yield Pair(module="wk", num_in=hidden, num_out=mixer.index_head_dim, is_sure=False)
+    yield Pair(module="weights_proj", num_in=hidden, num_out=mixer.num_index_heads, is_sure=False)
 
 
 def _of_recurrent(hidden: int, mixer: Recurrent, ranks: int) -> Iterator[Pair]:
@@ -106,7 +121,7 @@ def _of_feed_forward(setup: Setup, part: FeedForward | None) -> Iterator[Pair]:
     elif isinstance(part, Experts):
         if part.shared_intermediate_size:
             yield from _gated(hidden, ceil_div(part.shared_intermediate_size, tp), is_gated=part.is_gated)
-        if eras.is_from(version, eras.ALL_LINEAR_ADAPTED):
+        if part.is_gated and eras.is_from(version, eras.ALL_LINEAR_ADAPTED):
             yield Pair(module="gate", num_in=hidden, num_out=part.num_experts)
         if eras.is_from(version, eras.EXPERTS_ADAPTED):
             yield from _of_experts(setup, part)
@@ -122,15 +137,19 @@ def _gated(hidden: int, inner: int, *, is_gated: bool) -> Iterator[Pair]:
 def _of_experts(setup: Setup, part: Experts) -> Iterator[Pair]:
     """A pair for each expert of the rank and each of its matrices."""
     config, rank = setup.launch.config, setup.launch.rank
-    copies = part.num_experts // rank.ep
+    copies, latent = part.num_experts // rank.ep, expert_hidden(config)
+    if latent:
+        yield Pair(module="fc1_latent_proj", num_in=config.hidden_size, num_out=latent)
+        yield Pair(module="fc2_latent_proj", num_in=latent, num_out=config.hidden_size)
+    width = latent or config.hidden_size
     inner = ceil_div(part.intermediate_size * rank.ep, rank.tp)
     is_later = eras.is_from(setup.launch.version, eras.EXPERTS_SHARDED)
     as_one = is_later and part.is_gated and config.model_type in _GATE_AND_UP_AS_ONE
     into, out_of = (Cut.OUTPUTS, Cut.INPUTS) if is_later else (Cut.NOTHING, Cut.NOTHING)
     outputs = [2 * inner] if as_one else [inner] * (2 if part.is_gated else 1)
     for num_out in outputs:
-        yield Pair(module="experts", num_in=config.hidden_size, num_out=num_out, cut=into, num_copies=copies)
-    yield Pair(module="experts", num_in=inner, num_out=config.hidden_size, cut=out_of, num_copies=copies)
+        yield Pair(module="experts", num_in=width, num_out=num_out, cut=into, num_copies=copies)
+    yield Pair(module="experts", num_in=inner, num_out=width, cut=out_of, num_copies=copies)
 
 
 def adapts_vocabulary(setup: Setup) -> bool | None:
@@ -139,5 +158,5 @@ def adapts_vocabulary(setup: Setup) -> bool | None:
     if family in _WITH_VOCABULARY:
         return True
     if family in _WITH_VOCABULARY_LATER:
-        return eras.is_from(setup.launch.version, eras.QWEN3_VOCABULARY_ADAPTED)
+        return eras.is_from(setup.launch.version, _WITH_VOCABULARY_LATER[family])
     return False if family in _WITHOUT_VOCABULARY else None

@@ -26,14 +26,14 @@ DEFAULT_ADAPTERS, DEFAULT_RANK = 1, 16
 DEFAULT_EXTRA_TOKENS, VOCABULARY_STEP = 256, 256
 #: Ranks that the engine reads, with the release that first reads them.
 _RANKS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((8, 16, 32, 64), (0, 3)),
+    ((8, 16, 32, 64), eras.ADAPTERS),
     ((128, 256), (0, 5)),
     ((320, 512), (0, 8)),
     ((1,), (0, 11, 1)),
 )
 
 RULE = Rule(
-    name="adapters", since=(0, 3),
+    name="adapters", since=eras.ADAPTERS,
     says="max_loras x bytes x (rank x inputs + outputs x rank) of every adapted matrix of the rank: the split side of "
     "a matrix is split, the other factor is whole on every rank unless fully_sharded_loras",
     source="vllm/lora/layers of 0.3.0 to 0.33.0 (create_lora_weights)",
@@ -71,6 +71,11 @@ def slots_of(setup: Setup) -> Slots | None:
     launch = setup.launch
     if not switch(launch, "enable_lora"):
         return None
+    if not eras.is_from(launch.version, eras.ADAPTERS):
+        raise InvalidSetting(
+            "enable_lora", "true", f"vLLM {launch.version} has no adapters: 0.3 is the first that does",
+            remedy="leave it out",
+        )  # fmt: skip
     adapters = count(launch, "max_loras") or DEFAULT_ADAPTERS
     rank = count(launch, "max_lora_rank") or DEFAULT_RANK
     kept = count(launch, "max_cpu_loras")
