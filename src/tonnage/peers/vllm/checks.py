@@ -42,7 +42,7 @@ STATES = Rule(
 DRAFT = Rule(
     name="draft model", since=eras.DRAFT_MODELS_GONE, before=eras.DRAFT_MODELS_BACK,
     says="a whole model cannot draft in these releases",
-    source="vllm/config of 0.10.0 to 0.14.0, which refuse it; vllm#24322",
+    source="vllm/config of 0.10.0 to 0.14.1, which refuse it, and of 0.16.0; vllm#24322",
 )  # fmt: skip
 VOCABULARY = Rule(
     name="vocabulary of the draft", since=eras.DRAFT_MODELS_BACK,
