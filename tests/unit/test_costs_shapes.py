@@ -44,6 +44,9 @@ PUBLISHED = {
     "qwen3-vl-8b": 8_767_123_696, "qwen3-vl-32b": 33_357_390_064, "qwen3.5-2b": 2_274_069_824,
     "qwen3.5-9b": 9_653_104_368, "qwen3.5-122b-a10b": 125_086_497_008, "qwen3.5-397b-a17b": 403_397_928_944,
     "qwen3.6-27b": 27_781_427_952, "qwen3.6-35b-a3b": 35_951_822_704, "tinyllama-1.1b": 1_100_048_384,
+    "qwen3-1.7b": 1_720_574_976, "qwen3-vl-4b": 4_437_815_808, "qwen3-vl-30b-a3b": 31_070_754_032,
+    "qwen3-vl-235b-a22b": 235_670_022_896, "llama-4-maverick": 401_583_781_376, "mixtral-8x22b": 140_630_071_296,
+    "nemotron-3-super-120b": 123_611_012_096, "Qwen/Qwen3.5-27B": 27_781_427_952,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000, "google/gemma-3-27b-it": 27_432_406_640,
 }  # fmt: skip
 #: Published counts that are met to a share, and why not to the last one.
@@ -60,6 +63,11 @@ NEARLY = {
     "kimi-vl-a3b": (16_407_657_776, 0.005),  # as above
     "mimo-v2-flash": (309_785_318_400, 0.005),  # the file holds layers for several tokens that its config does not name
     "glm-4.7": (358_337_791_296, 0.005),  # its extra layer has tables of its own
+    "zai-org/GLM-4.5": (358_337_791_296, 0.005),  # as above
+    "deepseek-v3.2": (685_355_329_792, 0.005),  # as above
+    "glm-4.5-air": (110_468_824_832, 0.012),  # as above, and the model is small
+    "glm-5.3": (753_329_940_480, 2e-5),  # a hundred-thousandth is not explained
+    "gemma-4-26b-a4b": (26_000_000_000, 0.01),  # told in thousand millions
     "qwen3-next-80b-a3b": (81_324_862_720, 0.025),  # as above, and its config does not name the layer
 }
 
@@ -90,6 +98,18 @@ def counts_of(name: str) -> tuple[int, int]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_of_the_published_files(name):
     assert PUBLISHED[name] in counts_of(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "hidden", "corrections"),
+    [("glm-4.5-air", 151_552, 4096, 46 * 128), ("deepseek-v3.2", 129_280, 7168, 59 * 256)],
+)  # fmt: skip
+def test_what_is_missing_are_tables_of_the_extra_layer_and_corrections_of_routers(
+    name, vocabulary, hidden, corrections
+):
+    """To the last one: embeddings and a head of its own, and one correction for each expert of each layer with experts,
+    45 and the extra one, 58 and the extra one."""
+    assert NEARLY[name][0] - counts_of(name)[1] == 2 * vocabulary * hidden + corrections
 
 
 @pytest.mark.parametrize("name", NEARLY)

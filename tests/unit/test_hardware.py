@@ -49,6 +49,7 @@ def test_aliases(name, canonical):
         ("b300", "B300"), ("h20-96", "H20-96GB"), ("a10g", "A10"), ("A10G-24GB", "A10"), ("gb10", "GB10"),
         ("dgx spark", "GB10"), ("orin-32", "Jetson Orin 32GB"), ("gh200", "GH200-96GB"), ("mi300x", "MI300X"),
         ("a6000", "RTX A6000"), ("2080 ti 22gb", "RTX 2080 Ti 22GB"), ("v100-32", "V100-32GB"), ("l40s-48gb", "L40S"),
+        ("l20", "L20"), ("a800-80gb", "A100-80GB"),
     ],
 )  # fmt: skip
 def test_names_that_people_write(name, canonical):
@@ -84,6 +85,7 @@ UNLISTED = ("Ascend-64GB", "RTX-6GB", "RTX4060-8GB")
         ("NVIDIA A100 80GB PCIe", 79.25, "A100-80GB"), ("NVIDIA A100-SXM4-40GB", 39.39, "A100-40GB"),
         ("NVIDIA A100-PCIE-40GB", 39.39, "A100-40GB"), ("NVIDIA B200", 178.35, "B200"),
         ("NVIDIA B300 SXM6 AC", 267.69, "B300"),
+        ("NVIDIA L20", 44.53, "L20"),
         ("NVIDIA L40S", 44.39, "L40S"), ("NVIDIA L4", 22.03, "L4"), ("NVIDIA A10G", 22.06, "A10"),
         ("NVIDIA A10", 22.06, "A10"),
         ("NVIDIA GeForce RTX 4090", 23.55, "RTX 4090"), ("NVIDIA GeForce RTX 5090", 31.37, "RTX 5090"),

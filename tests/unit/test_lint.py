@@ -44,9 +44,9 @@ def model_fixture(tmp_path: Path):
 
 
 def linted(
-    text: str, model: str | None = None, *, card: Card | None = H100, name: str = "a.sh", **asked
+    text: str, model: str | None = None, *, card: Card | None = H100, name: str = "a.sh", shapes=None, **asked
 ) -> list[Linted]:
-    models = {"": model} if model else {}
+    models = {**({"": model} if model else {}), **(shapes or {})}
     how = LintAsked(engine=("vllm", Version.read("0.19.0")), card=card, models=models, **asked)
     return lint(commands_in(text, name=name), file=name, asked=how)
 
@@ -85,9 +85,9 @@ def test_the_default_number_of_sequences_has_its_price(model) -> None:
 
 
 def test_tokens_that_ranks_divide_are_told_to_be_unknown(model) -> None:
-    command = "vllm serve m --tensor-parallel-size 8 --max-num-seqs 64"
+    command = "python -m sglang.launch_server --model m --tp-size 8 --max-running-requests 64"
     assert "TN035" in codes(command, model("deepseek-v3"), card=find_card("H200"))
-    found = codes(f"{command} -dcp 8", model("deepseek-v3"), card=find_card("H200"))
+    found = codes(f"{command} --dcp-size 8", model("deepseek-v3"), card=find_card("H200"))
     assert "TN035" not in found
     assert "up to 8 times" in found["TN008"].what
 

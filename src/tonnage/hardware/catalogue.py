@@ -110,6 +110,12 @@ _DATA_CENTRE = (
         total=_total("44.40", "44.30", "44.60", ref="threads: Qwen3-VL#2097 (torch)"), note="with ECC on, as shipped",
     ),
     Card(
+        name="L20", kind="cuda", sm=89, num_sms=92, bandwidth=864 * _GB, aliases=("L20-48GB", "L20-48"),
+        total=_total("44.53", "44.40", "44.99",
+            ref="threads: HunyuanCustom#36 (torch); nvidia-smi: 46,068 MiB"),
+        note="with ECC on, as shipped",
+    ),
+    Card(
         name="L4", kind="cuda", sm=89, num_sms=58, bandwidth=300 * _GB, aliases=("L4-24GB", "L4-24"),
         total=_total("22.03", "21.95", "22.49", ref="starts: fs-51771234912 (an A10G or an L4)"),
         note="nominal: no log names the card beyond doubt",

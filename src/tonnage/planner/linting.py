@@ -12,7 +12,7 @@ from tonnage.costs.models import find_config
 from tonnage.errors import InvalidSetting, ModelConfigError, ModelNotFound, UserError
 from tonnage.hardware import Card, find_card
 from tonnage.peers.commands import Command, settings_of
-from tonnage.peers.commands.meaning import drafts_inside
+from tonnage.peers.commands.meaning import counted_draft, drafts_inside
 from tonnage.peers.corrections import Correction, corrected
 from tonnage.peers.lint import Case, Finding, Linted, Severity, flagged, layout, sharing
 from tonnage.peers.lint.case import Weights, check_settings
@@ -171,13 +171,15 @@ def case_of(
     loaded = as_loaded(config, settings.get(QUANTIZATION)) or config
     drafts = drafts_inside(command.engine, settings)
     checkpoint = checkpoint_of(path) if loaded is config else None  # its headers say how it is stored
+    draft = _draft(counted_draft(command.engine, settings), asked)
     return Case(
         command=command,
         version=version,
         config=loaded,
         card=card,
-        weights=weights_by_rank(loaded, checkpoint, drafts=drafts),
+        weights=weights_by_rank(loaded, checkpoint, drafts=drafts, draft=draft),
         settings=settings,
+        draft=draft,
         in_use_bytes=asked.in_use_bytes,
         correct=(lambda start: corrected(start, corrections)) if corrections else (lambda start: start),
     )
@@ -199,14 +201,29 @@ def _path_of(command: Command, asked: LintAsked) -> str:
     )
 
 
-def weights_by_rank(config: ModelConfig, checkpoint: Checkpoint | None, *, drafts: bool = False) -> Weights:
-    """Bytes of one rank's weights, each counted once. ``drafts``: layers for multi-token prediction are loaded too."""
+def _draft(named: str | None, asked: LintAsked) -> ModelConfig | None:
+    """The shape of a whole model that drafts; None where there is none, or its shape is not at hand."""
+    if named is None:
+        return None
+    try:
+        return find_config(asked.models.get(named, named))
+    except (ModelNotFound, ModelConfigError):
+        return None
+
+
+def weights_by_rank(
+    config: ModelConfig, checkpoint: Checkpoint | None, *, drafts: bool = False, draft: ModelConfig | None = None
+) -> Weights:
+    """Bytes of one rank's weights, each counted once. ``drafts``: layers for multi-token prediction are loaded too;
+    ``draft``: a whole model is, on the last stage."""
     known: dict[tuple[Rank, str | None], Quantity] = {}
 
     def weights(rank: Rank, dtype: str | None) -> Quantity:
         if (rank, dtype) not in known:
             element = dtype or config.dtype
-            known[rank, dtype] = weights_of(config, dtype=element, rank=rank, checkpoint=checkpoint, drafts=drafts)
+            known[rank, dtype] = weights_of(
+                config, dtype=element, rank=rank, checkpoint=checkpoint, drafts=drafts, draft=draft
+            )
         return known[rank, dtype]
 
     return weights

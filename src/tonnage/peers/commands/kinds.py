@@ -30,7 +30,8 @@ def _table(**names: str) -> dict[str, Kind]:
 VLLM = _table(
     count="max_num_seqs block_size tensor_parallel_size pipeline_parallel_size "
     "data_parallel_size data_parallel_size_local decode_context_parallel_size prefill_context_parallel_size "
-    "max_loras max_lora_rank max_cpu_loras num_gpu_blocks_override max_seq_len_to_capture max_cudagraph_capture_size "
+    "max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size num_gpu_blocks_override max_seq_len_to_capture "
+    "max_cudagraph_capture_size "
     "nnodes num_scheduler_steps long_prefill_token_threshold api_server_count num_speculative_tokens",
     tokens="max_num_batched_tokens",
     number="max_logprobs optimization_level seed",
@@ -44,7 +45,7 @@ VLLM = _table(
     "enable_cumem_allocator enable_prompt_embeds mm_encoder_only scheduler_reserve_full_isl calculate_kv_scales grpc "
     "return_tokens_as_token_ids use_v2_block_manager",
     word="kv_cache_dtype dtype quantization mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode attention_backend "
-    "load_format distributed_executor_backend all2all_backend moe_backend speculative_model runner task",
+    "load_format distributed_executor_backend all2all_backend moe_backend speculative_model runner task lora_dtype",
     json="compilation_config speculative_config limit_mm_per_prompt hf_overrides kv_transfer_config",
     counts="cudagraph_capture_sizes cuda_graph_sizes",
 )  # fmt: skip

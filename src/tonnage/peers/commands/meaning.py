@@ -23,6 +23,11 @@ _OBJECTS = {
 }  # fmt: skip
 #: Fields of a launch, which are no settings of it.
 FIELDS = ("kv_cache_dtype", "dtype")
+#: Ends of methods whose layers are in the checkpoint, or that draft without a model; methods whose drafts are counted;
+#: names of drafts of other kinds.
+_INSIDE = ("mtp", "ngram", "suffix")
+_COUNTED = ("draft_model", "eagle", "eagle3")
+_OTHERS = ("medusa", "mlp_speculator", "accelerator", "dflash", "dspark")
 _OFF = ("none", "0", "false")
 
 
@@ -57,13 +62,29 @@ def _vllm(settings: dict[str, object], variables: Mapping[str, str]) -> dict[str
 
 
 def draft_model(engine: str, settings: Mapping[str, object]) -> str | None:
-    """The name of a draft model that is loaded beside the model; None where there is none."""
+    """The name of a draft that is loaded beside the model, a whole one or a head; None where there is none."""
     if engine == "vllm":
         config = settings.get("speculative_config")
+        if isinstance(config, Mapping) and str(config.get("method", "")).lower().endswith(_INSIDE):
+            return None
         named = config.get("model") if isinstance(config, Mapping) else settings.get("speculative_model")
     else:
         named = settings.get("speculative_draft_model_path")
     return named if isinstance(named, str) and named not in ("[ngram]", "ngram") else None
+
+
+def counted_draft(engine: str, settings: Mapping[str, object]) -> str | None:
+    """The name of a draft that can be counted: a model of its own, or a head of EAGLE; None for other kinds.
+
+    As vLLM tells them apart where no method is named: by the name of the draft, and by its config.json.
+    """
+    named = draft_model(engine, settings)
+    if engine != "vllm" or named is None:
+        return None
+    config = settings.get("speculative_config")
+    method = str(config.get("method") or "").lower() if isinstance(config, Mapping) else ""
+    is_other = any(word in named.lower() for word in _OTHERS)
+    return named if method in _COUNTED or (not method and not is_other) else None
 
 
 def drafts_inside(engine: str, settings: Mapping[str, object]) -> bool:

@@ -31,6 +31,7 @@ _DTYPE_WORDS = {"auto": None, "half": "float16", "float": "float32"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """``settings``: the launch's own, parsed. ``in_use_bytes``: what other processes hold on each device.
+    ``draft``: a model that drafts, where its shape is known; ``weights`` has its own too.
     ``known``: starts that were tried; a case that is changed in any other field begins with none."""
 
     command: Command
@@ -41,6 +42,7 @@ class Case:
     settings: Mapping[str, object] = field(default_factory=dict)
     in_use_bytes: int = 0
     correct: Correct = lambda start: start
+    draft: ModelConfig | None = None
     known: dict[str, Start | None] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     @property
@@ -65,6 +67,7 @@ class Case:
             dtype=dtype,
             kv_dtype=kv_dtype_of(settings),
             settings=meaning(self.engine, settings, self.command.place.variables),
+            draft=self.draft,
         )
 
     def predict(self, changes: Mapping[str, object] = _NOTHING) -> Start:

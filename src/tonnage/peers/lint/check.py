@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tonnage.errors import InvalidSetting, UserError
-from tonnage.peers.lint import layout, sharing, starting
+from tonnage.peers.lint import buffers, layout, sharing, starting
 from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.start import Start
@@ -45,6 +45,7 @@ def _all(case: Case, start: Start, users: int | None) -> Iterator[Finding]:
     yield from starting.concurrency(case, start, users=users)
     yield from starting.headroom(case, start)
     yield from starting.sequences(case, start)
+    yield from buffers.adapters(case, start)
     yield from layout.replicated(case, start)
     yield from layout.eager(case, start)
     yield from layout.in_full(case, start)

@@ -49,6 +49,7 @@ CODES: Mapping[str, str] = {
     "TN043": "a draft model beside it is not counted",
     "TN044": "weights are quantised as they are loaded, and into what is not known",
     "TN045": "experts that groups of ranks share are counted whole",
+    "TN046": "what the buffers of adapters cost",
     "TN050": "a correction from a log was applied",
 }
 

@@ -9,7 +9,7 @@ from tonnage.errors import InvalidSetting
 from tonnage.peers.commands import kinds, known
 from tonnage.peers.commands.command import Command, Flag
 from tonnage.peers.commands.invocation import close_to
-from tonnage.peers.commands.meaning import draft_model
+from tonnage.peers.commands.meaning import counted_draft, draft_model
 from tonnage.peers.lint.case import Case
 from tonnage.peers.lint.finding import Finding, Severity
 from tonnage.peers.lint.parallel import overstates
@@ -110,11 +110,14 @@ def _listed(names: Sequence[str]) -> str:
 def weights(case: Case) -> Iterator[Finding]:
     """What the weights of the prediction leave out, or do not follow."""
     draft = draft_model(case.engine, case.settings)
-    if draft is not None:
+    if draft is not None and case.draft is None:
         yield Finding(
             code="TN043",
             severity=Severity.WARNING,
             what=f"the draft model {draft} is loaded beside it, and its weights and cache are not counted",
+            change=()
+            if counted_draft(case.engine, case.settings) is None
+            else (f"--model {draft}=MODEL of tonnage lint",),
         )
     quantised = case.settings.get("quantization")
     if quantised is not None and case.config.quantisation is None:

@@ -90,7 +90,8 @@ def replicated(case: Case, start: Start) -> Iterator[Finding]:
     if start.starts is False or parallel.tp == 1 or parallel.attention_dp:
         return
     if (shared := number_of(case, start, _SHARED[case.engine]) or 1) > 1:
-        yield _shared_tokens(case, shared)
+        if case.engine != "vllm":
+            yield _shared_tokens(case, shared)
         return
     mixers = [mixer for layer in case.config.layers for mixer in layer.mixers]
     if any(isinstance(mixer, Latent) for mixer in mixers):
@@ -107,8 +108,15 @@ def replicated(case: Case, start: Start) -> Iterator[Finding]:
         severity=Severity.WARNING if gains else Severity.NOTE,
         what=f"{heads} KV heads on {parallel.tp} ranks: each is held {-(-parallel.tp // heads)} times",
         why=_gain(case, start, tried, changes),
-        change=(flags_text(case, changes),) if gains else (),
+        change=((flags_text(case, changes),) if gains else ()) + _divided(case, start, parallel.tp // heads),
     )
+
+
+def _divided(case: Case, start: Start, ranks: int) -> tuple[str, ...]:
+    """The flag by which ranks that hold the same tokens divide them, where this release reads it and holds more."""
+    name = _SHARED["vllm"]
+    tried = case.tried({name: ranks}) if case.engine == "vllm" and ranks > 1 else None
+    return (flags_text(case, {name: ranks}),) if tried is not None and held(tried) > held(start) else ()
 
 
 def _shared_tokens(case: Case, ranks: int) -> Finding:
@@ -140,7 +148,7 @@ def _latents(case: Case, start: Start, parallel: Parallel) -> Iterator[Finding]:
         severity=Severity.WARNING if gains else Severity.NOTE,
         what=f"the latent of a token is held by all {parallel.tp} ranks, for it has no heads to split",
         why=f"{_gain(case, start, tried, changes)} (vllm-project/recipes#762: 7.7 times on eight GPUs)",
-        change=(flags_text(case, changes),) if gains else (),
+        change=((flags_text(case, changes),) if gains else ()) + _divided(case, start, parallel.tp),
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, isqrt
 
 from tonnage.peers.start import Rule, Term
-from tonnage.peers.vllm import graphs, nontorch, peak, resident
+from tonnage.peers.vllm import adapters, graphs, heads, nontorch, peak, resident
 from tonnage.peers.vllm.facts import Facts
 from tonnage.peers.vllm.setup import Setup
 from tonnage.terms import Quantity, Source
@@ -47,6 +47,7 @@ def budget_of(setup: Setup, facts: Facts) -> Budget:
     deducted = [
         Term(name="weights", bytes=_weights(setup), rule=WEIGHTS),
         Term(name="beside the weights", bytes=resident.beside_weights(setup), rule=resident.RULE),
+        *_adapters(setup),
         Term(name="non-torch", bytes=nontorch.non_torch(setup, facts), rule=nontorch.rule(setup, facts)),
         Term(name="activation peak", bytes=peak.activation_peak(setup, facts), rule=peak.rule(setup, facts)),
     ]
@@ -58,14 +59,31 @@ def budget_of(setup: Setup, facts: Facts) -> Budget:
     )
 
 
+def _adapters(setup: Setup) -> Iterator[Term]:
+    """A term of its own, where they are enabled."""
+    slots = adapters.adapter_bytes(setup)
+    if slots is not None:
+        yield Term(name="adapters", bytes=slots, rule=adapters.rule(setup))
+
+
 def _weights(setup: Setup) -> Quantity:
-    """Less what other ranks hold of an encoder, and what ``cpu_offload_gb`` leaves in host memory."""
-    weights, cut, away = setup.launch.weights, resident.towers_cut(setup), setup.offloaded_bytes
+    """Less what other ranks hold of an encoder, and what ``cpu_offload_gb`` leaves in host memory; a head that drafts
+    shares tables of its target."""
+    weights, cut, away = _with_head(setup), resident.towers_cut(setup), setup.offloaded_bytes
     if not cut and not away:
         return weights
     best, low, high = (max(0, value - cut - away) for value in (weights.bytes, weights.low, weights.high))
     told = [weights.ref, *(["encoders cut"] if cut else []), *(["less cpu_offload_gb"] if away else [])]
     return Quantity(bytes=best, low=low, high=high, source=weights.source, ref=", ".join(told))
+
+
+def _with_head(setup: Setup) -> Quantity:
+    weights, found = setup.launch.weights, heads.correction(setup)
+    if found is None:
+        return weights
+    best, low, high = found
+    return replace(weights, bytes=weights.bytes + best, low=weights.low + low, high=weights.high + high,
+                   ref=f"{weights.ref}, as a head")  # fmt: skip
 
 
 def _share(total: Quantity, share: Fraction) -> Quantity:

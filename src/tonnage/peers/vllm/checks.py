@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tonnage.costs.layers import Experts
 from tonnage.peers.start import Check, Count, Rule
+from tonnage.peers.version import Version
 from tonnage.peers.vllm import eras
+from tonnage.peers.vllm.adapters import EXPERTS_SPREAD, slots_of
 from tonnage.peers.vllm.budget import Budget
+from tonnage.peers.vllm.drafting import head_of
 from tonnage.peers.vllm.pages import Pages, longest, request_blocks
 from tonnage.peers.vllm.setup import Setup
 from tonnage.terms import Quantity
@@ -35,6 +39,16 @@ STATES = Rule(
     says="max_num_seqs must not exceed the blocks of a hybrid, where graphs are captured",
 )  # fmt: skip
 
+DRAFT = Rule(
+    name="draft model", since=eras.DRAFT_MODELS_GONE, before=eras.DRAFT_MODELS_BACK,
+    says="a whole model cannot draft in these releases",
+    source="vllm/config of 0.10.0 to 0.14.1, which refuse it, and of 0.16.0; vllm#24322",
+)  # fmt: skip
+VOCABULARY = Rule(
+    name="vocabulary of the draft", since=eras.DRAFT_MODELS_BACK,
+    says="a draft and its target must have vocabularies of one size", source="vllm/config/speculative.py of 0.16.0",
+)  # fmt: skip
+
 
 def checks_of(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks: Count | None) -> Iterator[Check]:
     """In the engine's order. One that fails for sure is the last: the engine goes no further.
@@ -47,6 +61,7 @@ def checks_of(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, bloc
 
 
 def _checks(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks: Count | None) -> Iterator[Check]:
+    yield from _refused(setup)
     if setup.is_v1 and setup.pool_bytes is None:
         yield _free(budgets[0])
     yield _loads(max(budgets, key=lambda budget: _needed(budget).bytes))
@@ -57,6 +72,30 @@ def _checks(setup: Setup, budgets: Sequence[Budget], pages: Pages | None, blocks
     yield _length(setup, pages, blocks)
     if pages.has_states and not setup.is_eager and setup.launch.version.may_be(since=STATES.since):
         yield _states(setup, blocks)
+
+
+def _refused(setup: Setup) -> Iterator[Check]:
+    """What the engine refuses before it looks at any memory: nothing where all is well."""
+    launch = setup.launch
+    draft = None if head_of(launch) else launch.draft
+    spread = launch.rank.ep > 1 and any(isinstance(layer.feed_forward, Experts) for layer in launch.config.layers)
+    if slots_of(setup) is not None and spread and _lies_in(launch.version, EXPERTS_SPREAD):
+        yield _no(EXPERTS_SPREAD, need="0.21 or later", have=f"adapters, and experts over {launch.rank.ep} ranks")
+    if draft is not None and _lies_in(launch.version, DRAFT):
+        yield _no(DRAFT, need="a release before 0.10 or from 0.15 on", have=str(launch.version))
+    is_same = draft is None or draft.vocab_size == launch.config.vocab_size
+    if draft is not None and not is_same and eras.is_from(launch.version, eras.DRAFT_MODELS_BACK):
+        yield _no(VOCABULARY, need=f"{launch.config.vocab_size:,} tokens", have=f"{draft.vocab_size:,} of {draft.name}")
+
+
+def _lies_in(version: Version, rule: Rule) -> bool:
+    """Whether every release that can be meant lies in the rule's range."""
+    outside = version.may_be(before=rule.since) or (rule.before is not None and version.may_be(since=rule.before))
+    return not outside
+
+
+def _no(rule: Rule, *, need: str, have: str) -> Check:
+    return Check(name=rule.name, passes=False, need=need, have=have, says=rule.says, rule=rule)
 
 
 def gib(num_bytes: int) -> str:

@@ -8,6 +8,7 @@ from tonnage.hardware import Card
 from tonnage.peers.launch import Launch
 from tonnage.peers.version import Version
 from tonnage.peers.vllm import eras
+from tonnage.peers.vllm.drafting import head_of
 from tonnage.units import GiB
 
 #: (name, value, why)
@@ -22,9 +23,13 @@ CHUNKED_ABOVE_TOKENS = 32_768
 
 
 def core(launch: Launch) -> str:
-    """V1 from 0.8 on; cards before compute capability 8.0 stayed with the first core while there was one."""
+    """V1 from 0.8 on; cards before compute capability 8.0 stayed with the first core while there was one, and so did
+    drafts by a whole model while it had them."""
     version = launch.version
     if not eras.is_from(version, eras.V1_DEFAULT):
+        return "V0"
+    is_whole = launch.draft is not None and not head_of(launch)
+    if is_whole and not eras.is_from(version, eras.DRAFT_MODELS_GONE):
         return "V0"
     is_old_card = launch.card.kind == "cuda" and 0 < launch.card.sm < 80
     return "V0" if is_old_card and not eras.is_from(version, eras.ONLY_V1) else "V1"

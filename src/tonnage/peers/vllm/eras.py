@@ -29,6 +29,21 @@ NON_TORCH_COUNTED = (0, 6, 4)
 #: The block that is never handed out counts in the check of the longest request.
 NULL_BLOCK_CHECKED = (0, 33)
 
+#: Adapters, from here on: of every linear layer, the router too; of experts (before 0.21 not where they are spread over
+#: ranks), both factors split where that is asked for from 0.12 on. They lost tokens of their own; Qwen3 and Qwen3.5
+#: adapt their vocabularies.
+ADAPTERS = (0, 3)
+ALL_LINEAR_ADAPTED, EXPERTS_ADAPTED, EXPERTS_SHARDED, EXPERTS_ADAPTED_SPREAD = (0, 8), (0, 11, 1), (0, 12), (0, 21)
+NO_EXTRA_TOKENS, QWEN3_VOCABULARY_ADAPTED, QWEN35_VOCABULARY_ADAPTED = (0, 12), (0, 16), (0, 29)
+#: Graphs are captured with and without adapters.
+GRAPHS_WITH_ADAPTERS = (0, 11, 1)
+#: Ranks that hold the same tokens may divide them (vllm#23734): of latents, then of replicated heads (vllm#24864), then
+#: beside states.
+SHARED_TOKENS, SHARED_TOKENS_OF_HEADS, SHARED_TOKENS_BESIDE_STATES = (0, 10, 2), (0, 11, 1), (0, 26)
+SHARED_TOKENS_IN_8_BITS = (0, 25)
+#: A whole model as a draft was given up with the first core, and came back in the second (vllm#24322).
+DRAFT_MODELS_GONE, DRAFT_MODELS_BACK = (0, 10), (0, 15)
+
 
 def is_from(version: Version, since: tuple[int, ...]) -> bool:
     """Whether the newest release that can be meant is ``since`` or later; what is not known counts as the newest."""

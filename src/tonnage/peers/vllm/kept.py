@@ -42,8 +42,11 @@ def kept_layers(setup: Setup) -> tuple[Kept, ...] | None:
     pages are not known here."""
     launch = setup.launch
     dtypes = _dtypes(launch)
-    layers = [launch.config.layers[number] for number in rank_shape(launch.config, launch.rank).layers]
-    if setup.num_drafts and rank_shape(launch.config, launch.rank).has_head:
+    shape = rank_shape(launch.config, launch.rank)
+    layers = [launch.config.layers[number] for number in shape.layers]
+    if shape.has_head and launch.draft is not None:
+        layers += launch.draft.layers
+    elif shape.has_head and setup.num_drafts:
         layers += launch.config.mtp_layers[:1]
     found: Counter[tuple[Keeps, int, int | None]] = Counter()
     for layer in layers:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tonnage.peers.vllm import eras
+from tonnage.peers.vllm.adapted import adapts_vocabulary
 from tonnage.peers.vllm.budget import Budget
+from tonnage.peers.vllm.drafting import head_of
 from tonnage.peers.vllm.kept import kept_layers
 from tonnage.peers.vllm.pages import Pages
-from tonnage.peers.vllm.setup import Setup, count
+from tonnage.peers.vllm.setup import Setup, switch
+from tonnage.peers.vllm.sharing import token_ranks
 from tonnage.terms import Source
 
 #: Releases at which a figure jumps, with what does.
@@ -54,9 +57,37 @@ def _notes(setup: Setup, budget: Budget, pages: Pages | None) -> Iterator[str]:
             "the card's total is not the same on every machine: give the driver's own as --memory beside --device for "
             "a narrower answer"
         )
-    if (count(launch, "decode_context_parallel_size") or 1) > 1:
-        yield "tokens that ranks divide among them (decode context parallelism) are not in these figures: more fit"
-    if launch.get("enable_lora"):
-        yield "the buffers of adapters (max_loras x max_lora_rank) are not in these figures"
-    if setup.num_drafts and not launch.config.mtp_layers:
-        yield "a draft model's own weights and cache are not in these figures"
+    yield from _adapter_notes(setup)
+    yield from _draft_notes(setup, pages)
+    if pages is not None and token_ranks(setup) > 1:
+        yield "what ranks exchange to divide tokens among them (decode context parallelism) is not in these figures"
+
+
+def _adapter_notes(setup: Setup) -> Iterator[str]:
+    launch = setup.launch
+    if not switch(launch, "enable_lora"):
+        return
+    if adapts_vocabulary(setup) is None:
+        yield (
+            f"whether the vocabulary of {launch.config.model_type} is adapted too is not known: the interval of the "
+            "adapters has both"
+        )
+    if launch.get("lora_target_modules"):
+        yield "lora_target_modules is not followed: the adapters are counted for every matrix that can have one"
+    if not setup.is_eager and eras.is_from(launch.version, eras.GRAPHS_WITH_ADAPTERS):
+        yield "graphs are captured with and without adapters, and counted once"
+
+
+def _draft_notes(setup: Setup, pages: Pages | None) -> Iterator[str]:
+    launch = setup.launch
+    if launch.draft is None:
+        if setup.num_drafts and not launch.config.mtp_layers:
+            yield "a draft model's own weights and cache are not in these figures"
+        return
+    yield f"the dry run of {launch.draft.name} and its graphs are not in these figures"
+    if head_of(launch) and not setup.is_v1:
+        yield "what a head shares with its target in the first core is not known: it is counted whole"
+    if pages is not None and not pages.is_uniform:
+        yield "pages of several kinds beside a draft's were checked against no log"
+    if token_ranks(setup) > 1:
+        yield "the draft's tokens are taken to be divided as the target's; from 0.31 on a draft may keep them whole"

@@ -7,13 +7,14 @@ groups as many layers; the last group of a kind is filled up with layers that do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd
 
 from tonnage.peers.vllm import eras
 from tonnage.peers.vllm.kept import Keeps, Kept, kept_layers
 from tonnage.peers.vllm.setup import Setup
+from tonnage.peers.vllm.sharing import check_kinds, token_ranks
 from tonnage.units import ceil_div, round_up
 
 #: An attention block of a hybrid is a multiple of so many tokens, as its kernels want.
@@ -22,7 +23,8 @@ HYBRID_ALIGNMENT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Groups of one kind: ``num_groups`` of them, whose pages hold ``block_tokens`` tokens of a layer."""
+    """Groups of one kind: ``num_groups`` of them, whose pages stand for ``block_tokens`` tokens of a sequence: those
+    that a layer keeps, times the ranks that divide them."""
 
     keeps: Keeps
     num_groups: int
@@ -68,11 +70,26 @@ def pages_of(setup: Setup) -> Pages | None:
         return None
     if not _has_groups(setup):
         kept = tuple(_at_full_length(each) for each in kept)
+    ranks = token_ranks(setup)
+    if ranks > 1:
+        check_kinds(setup, kept)
     if all(each.keeps is Keeps.ALL for each in kept):
         tokens = setup.block_tokens
         block_bytes = tokens * sum(each.num_bytes * each.num_layers for each in kept)
-        return Pages(block_bytes=block_bytes, groups=(Group(keeps=Keeps.ALL, num_groups=1, block_tokens=tokens),))
-    return _grouped(setup, kept)
+        groups = (Group(keeps=Keeps.ALL, num_groups=1, block_tokens=tokens),)
+        return _divided(Pages(block_bytes=block_bytes, groups=groups), ranks)
+    return _divided(_grouped(setup, kept), ranks)
+
+
+def _divided(pages: Pages, ranks: int) -> Pages:
+    """Where ranks divide the tokens of a sequence, a block of one stands for those of all; a state is whole on each."""
+    if ranks == 1:
+        return pages
+    groups = tuple(
+        group if group.keeps is Keeps.STATE else replace(group, block_tokens=group.block_tokens * ranks)
+        for group in pages.groups
+    )
+    return replace(pages, groups=groups)
 
 
 def _has_groups(setup: Setup) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
 
+from tonnage.errors import InvalidSetting
 from tonnage.peers.launch import Launch
 from tonnage.peers.start import Check, Start
 from tonnage.peers.vllm.pages import longest, pages_of
@@ -37,9 +38,17 @@ def _with(check: Check, text: str) -> Check:
 def _tried(start: Start, again: Callable[[Launch], Start]) -> Iterator[str]:
     found = 0
     for text, launch in _candidates(start, again):
-        if found < _MOST and again(launch).starts is not False:
+        if found < _MOST and _starts(again, launch):
             found += 1
             yield text
+
+
+def _starts(again: Callable[[Launch], Start], launch: Launch) -> bool:
+    """Whether it may start; a change that the engine refuses beside the other settings helps nobody."""
+    try:
+        return again(launch).starts is not False
+    except InvalidSetting:
+        return False
 
 
 def _candidates(start: Start, again: Callable[[Launch], Start]) -> Iterator[tuple[str, Launch]]:
@@ -49,13 +58,13 @@ def _candidates(start: Start, again: Callable[[Launch], Start]) -> Iterator[tupl
     for share in _SHARES:
         if share > setup.utilisation:
             change = _changed(launch, gpu_memory_utilization=share)
-            if again(change).starts is not False:
+            if _starts(again, change):
                 yield f"--gpu-memory-utilization {float(share):g}", change
                 break
     for number in _SEQUENCES:
         if number < setup.max_num_seqs:
             change = _changed(launch, max_num_seqs=number)
-            if again(change).starts is not False:
+            if _starts(again, change):
                 yield f"--max-num-seqs {number}", change
                 break
     if launch.kv_dtype is None and not setup.launch.get("kv_cache_dtype"):

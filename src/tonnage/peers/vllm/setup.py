@@ -69,7 +69,7 @@ def resolve(launch: Launch) -> Setup:
     share = _share(launch)
     if share is None:
         share = _noted(found, "gpu_memory_utilization", utilisation(launch.version))
-    chunked = _flag(launch, "enable_chunked_prefill")
+    chunked = switch(launch, "enable_chunked_prefill")
     batched = count(launch, "max_num_batched_tokens")
     if batched is None:
         default = batched_tokens(launch, core=engine, max_model_len=length, chunked=chunked)
@@ -77,7 +77,7 @@ def resolve(launch: Launch) -> Setup:
     seqs = count(launch, "max_num_seqs")
     if seqs is None:
         seqs = _noted(found, "max_num_seqs", max_num_seqs(launch, core=engine, num_tokens=batched))
-    eager = bool(_flag(launch, "enforce_eager"))
+    eager = bool(switch(launch, "enforce_eager"))
     return Setup(
         launch=launch,
         core=engine,
@@ -105,12 +105,12 @@ def _noted(found: list[Default], name: str, default: tuple[T, str]) -> T:
 
 
 def _caches_states(launch: Launch) -> bool:
-    asked = _flag(launch, "enable_prefix_caching")
+    asked = switch(launch, "enable_prefix_caching")
     return eras.is_from(launch.version, eras.HYBRID_PREFIXES) if asked is None else asked
 
 
 def _deducts_graphs(launch: Launch) -> bool:
-    asked = _flag(launch, "cudagraph_mem_estimate_enabled")
+    asked = switch(launch, "cudagraph_mem_estimate_enabled")
     return eras.is_from(launch.version, eras.GRAPHS_DEDUCTED) if asked is None else asked
 
 
@@ -128,7 +128,7 @@ def count(launch: Launch, name: str, *, allow_zero: bool = False) -> int | None:
     return number
 
 
-def _flag(launch: Launch, name: str) -> bool | None:
+def switch(launch: Launch, name: str) -> bool | None:
     value = launch.get(name)
     if value is None or isinstance(value, bool):
         return value

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import floor
 
 from tonnage.peers.launch import Launch
-from tonnage.peers.start import Check, Count, Start
-from tonnage.peers.vllm import eras
+from tonnage.peers.start import Check, Count, Rule, Start
+from tonnage.peers.vllm import eras, sharing
 from tonnage.peers.vllm.budget import Budget, budget_of, partition
 from tonnage.peers.vllm.checks import checks_of
 from tonnage.peers.vllm.facts import Facts, filed
@@ -17,8 +17,15 @@ from tonnage.peers.vllm.notes import notes_of
 from tonnage.peers.vllm.pages import Pages, concurrency, logged_tokens, longest, pages_of
 from tonnage.peers.vllm.remedies import with_remedies
 from tonnage.peers.vllm.setup import Setup, resolve
+from tonnage.peers.vllm.sharing import token_ranks
 from tonnage.peers.vllm.workers import other_stages, placed
 from tonnage.terms import Quantity, Source
+
+DRAFT_CACHE = Rule(
+    name="draft's cache",
+    says="a draft's layers are in the pool: a block has a page of each of them too, on the last stage",
+    source="vllm/spec_decode/spec_decode_worker.py of 0.6.6; vllm#24322, vllm/v1/spec_decode/draft_model.py of 0.16.0",
+)  # fmt: skip
 
 
 def predict(launch: Launch, *, facts: Facts | None = None) -> Start:
@@ -73,7 +80,16 @@ def _start(
         defaults=setup.defaults,
         checks=checks,
         notes=notes_of(setup, budget, pages),
+        rules=tuple(_rules(setup)),
     )
+
+
+def _rules(setup: Setup) -> Iterator[Rule]:
+    """What decides about the pool's tokens beside its bytes, where it was asked for."""
+    if token_ranks(setup) > 1:
+        yield sharing.RULE
+    if setup.launch.draft is not None:
+        yield DRAFT_CACHE
 
 
 def _count(numbers: Sequence[Fraction | int]) -> Count:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tonnage.costs.price import weights_price
-from tonnage.costs.ranks import stage_of
+from tonnage.costs.ranks import rank_shape, stage_of
 from tonnage.peers.launch import Launch
 from tonnage.peers.version import Version
 from tonnage.peers.vllm import eras
@@ -48,9 +48,18 @@ def other_stages(launch: Launch) -> Iterator[Launch]:
 
 
 def _moved(launch: Launch, there: Rank) -> Launch:
-    own = weights_price(launch.config, dtype=launch.dtype, rank=launch.rank).quantity.bytes
-    price = weights_price(launch.config, dtype=launch.dtype, rank=there).quantity.bytes
-    return replace(launch, rank=there, weights=_scaled(launch.weights, price, own))
+    return replace(
+        launch, rank=there, weights=_scaled(launch.weights, _price(launch, there), _price(launch, launch.rank))
+    )
+
+
+def _price(launch: Launch, rank: Rank) -> int:
+    """Of a rank, and of the draft where it is on the last stage."""
+    own = weights_price(launch.config, dtype=launch.dtype, rank=rank).quantity.bytes
+    if launch.draft is None or not rank_shape(launch.config, rank).has_head:
+        return own
+    beside = replace(rank, index=0, size=rank.tp * rank.cp, pp=1, partition=())
+    return own + weights_price(launch.draft, rank=beside).quantity.bytes
 
 
 def _scaled(weights: Quantity, price: int, own: int) -> Quantity:
