@@ -11,7 +11,9 @@ from tonnage.device.cuda_devices import CudaDevice
 from tonnage.device.host import HostDriver
 from tonnage.engine import cuda_site
 from tonnage.engine.cuda_site import CudaSite
+from tonnage.engine.site import KV
 from tonnage.engine.watch import Watch
+from tonnage.errors import CannotMaterialize, DriverError, RangeReferenced
 from tonnage.terms import LineKind, MemoryKind
 from tonnage.units import MiB
 
@@ -172,3 +174,67 @@ def test_the_watch_keeps_the_least_free_and_the_most_foreign_since_the_engine_se
     assert shot.free_low == CAPACITY - CONTEXT - 2048 * MiB
     watch.close()
     watch.close()
+
+
+class Cache:
+    """What torch keeps for steps, where taking it fails with ``error``."""
+
+    num_bytes = 64 * MiB
+
+    def __init__(self, error=None):
+        self.num_refills, self.error = 0, error
+
+    def refill(self):
+        self.num_refills += 1
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def cache(site, played):
+    played.OutOfMemoryError = MemoryError
+    played.cuda.stream = lambda _: nullcontext()
+    made = site._cache = Cache()
+    return made
+
+
+def failing(site, monkeypatch, call, error):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(site.stream.device.virtual, call, fails)
+
+
+def test_nothing_is_taken_for_steps_while_they_sleep_and_all_of_it_once_they_wake(site, cache):
+    site.release({KV})
+    site.dropped(lambda: None)
+    site.drain()
+    assert cache.num_refills == 0
+    site.materialize({KV})
+    assert cache.num_refills >= 1
+
+
+def test_after_a_sleep_that_was_refused_steps_have_what_torch_kept(site, cache, monkeypatch):
+    failing(site, monkeypatch, "release", RangeReferenced("registered with a library"))
+    with pytest.raises(RangeReferenced):
+        site.release({KV})
+    assert cache.num_refills == 1
+
+
+def test_after_one_that_failed_half_way_nothing_is_taken(site, cache, monkeypatch):
+    failing(site, monkeypatch, "release", DriverError("cuMemUnmap", "UNKNOWN"))
+    with pytest.raises(DriverError):
+        site.release({KV})
+    site.dropped(lambda: None)
+    assert cache.num_refills == 0
+
+
+def test_a_wake_without_memory_for_steps_changes_nothing(site, cache):
+    site.release({KV})
+    cache.error = MemoryError()
+    with pytest.raises(CannotMaterialize, match="waking what torch keeps for steps"):
+        site.materialize({KV})
+    site.dropped(lambda: None)
+    assert cache.num_refills == 1
+    cache.error = None
+    site.materialize({KV})

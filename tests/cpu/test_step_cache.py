@@ -27,6 +27,9 @@ class Memory:
         """As ``torch.cuda.empty_cache`` does where nothing is alive."""
         self.allocator = CachingAllocator()
 
+    def backend(self):
+        return "native"
+
     def segments(self):
         def told(size, *, stream=STREAM, pool=POOL):
             return {"total_size": size, "stream": stream, "segment_pool_id": pool, "allocated_size": 0}
@@ -149,6 +152,39 @@ def test_without_room_it_raises_and_holds_nothing():
     with pytest.raises(MemoryError):
         cache.refill()
     assert memory.allocator.allocated_bytes == 0
+
+
+def test_whoever_catches_that_error_can_give_all_of_it_back():
+    """Inside ``except`` the error's frames are alive, and with them what they name."""
+    memory, cache = started()
+    planned = memory.allocator.reserved_bytes
+    memory.empty()
+    memory.room_bytes = planned - 20 * MiB
+    try:
+        cache.refill()
+    except MemoryError:
+        assert 0 < memory.allocator.reserved_bytes < planned
+        assert memory.allocator.allocated_bytes == 0
+    else:
+        pytest.fail("there was no room")
+
+
+class Unsegmented(Memory):
+    """Torch on another backend."""
+
+    def backend(self):
+        return "cudaMallocAsync"
+
+    def segments(self):
+        raise RuntimeError("snapshot with backend:cudaMallocAsync is not meaningful")
+
+
+def test_a_backend_without_segments_is_not_asked_for_them():
+    memory = Unsegmented()
+    cache = StepCache(memory, stream=STREAM, take=memory.take)
+    cache.remember()
+    cache.refill()
+    assert (cache.num_bytes, memory.allocator.reserved_bytes) == (0, 0)
 
 
 def test_nothing_remembered_is_nothing_taken():

@@ -20,7 +20,7 @@ from tonnage.device.without import WithoutVirtualMemory
 from tonnage.engine.site import KV, ROUNDING_BYTES, Site, StepPeak, no_memory_left
 from tonnage.engine.step_cache import StepCache
 from tonnage.engine.step_segments import StepSegments
-from tonnage.errors import CannotMaterialize, DoesNotFit, InvalidSetting
+from tonnage.errors import CannotMaterialize, DoesNotFit, DriverError, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
 from tonnage.ledger import Ledger
 from tonnage.terms import LineKind, MemoryKind, Quantity, Reading, Source
@@ -211,8 +211,15 @@ class CudaSite(Site):
         before = self.free_bytes()
         torch.cuda.empty_cache()
         beside = max(0, self.free_bytes() - before) + self._steps.arena_bytes
-        with self._steps.asleep():
-            freed = super().release({*tags, *self._steps.tags})
+        try:
+            with self._steps.asleep():
+                freed = super().release({*tags, *self._steps.tags})
+        except DriverError:
+            self._is_vacant = True  # some of it may be gone, and all of it counts as asleep
+            raise
+        except BaseException:
+            self._refill()
+            raise
         self._is_vacant = True
         return {tag: freed[tag] + beside * (tag == KV) for tag in tags}
 

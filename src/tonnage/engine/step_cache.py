@@ -34,19 +34,29 @@ class StepCache:
         return sum(size * num for size, num in self._sizes.items())
 
     def remember(self, pool_id: tuple[int, int] = (0, 0)) -> None:
-        """As the segments are now, so they are to be. Torch's own pool has the id (0, 0)."""
-        self._pool_id = pool_id
-        self._sizes = self._present()
+        """As the segments are now, so they are to be. Torch's own pool has the id (0, 0).
+
+        Only torch's native backend has segments, and others raise when they are asked for them: with those nothing is
+        remembered.
+        """
+        if self._memory.backend() == "native":
+            self._pool_id = pool_id
+            self._sizes = self._present()
 
     def refill(self) -> None:
         """Take segments of the sizes that are missing, and let them go: torch keeps them.
 
         Raises what ``take`` raises where the device lacks the memory; what was taken until then is cached.
         """
-        held = []
-        for size, num in sorted((self._sizes - self._present()).items(), reverse=True):
-            pieces = [SMALL_BYTES] * 2 if size == SMALL_SEGMENT_BYTES else [size]
-            held += [self._take(piece) for piece in pieces * num]
+        if not self._sizes:
+            return
+        held: list[object] = []
+        try:
+            for size, num in sorted((self._sizes - self._present()).items(), reverse=True):
+                pieces = [SMALL_BYTES] * 2 if size == SMALL_SEGMENT_BYTES else [size]
+                held += [self._take(piece) for piece in pieces * num]
+        finally:
+            held.clear()  # the frames of an error would hold them, and whoever catches it could not give them back
 
     def _present(self) -> Counter[int]:
         """How many segments there are of each size, whatever lies in them."""
