@@ -119,7 +119,8 @@ def _dtype(setup: Setup) -> str:
 def _extra_tokens(setup: Setup) -> int:
     if eras.is_from(setup.launch.version, eras.NO_EXTRA_TOKENS):
         return 0
-    return count(setup.launch, "lora_extra_vocab_size", allow_zero=True) or DEFAULT_EXTRA_TOKENS
+    asked = count(setup.launch, "lora_extra_vocab_size", allow_zero=True)
+    return DEFAULT_EXTRA_TOKENS if asked is None else asked
 
 
 def adapter_bytes(setup: Setup) -> Quantity | None:
