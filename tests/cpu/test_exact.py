@@ -190,6 +190,18 @@ def test_the_norm_of_a_residual_keeps_the_residual():
     assert max_of(played(run, x, w)) == 1024 + 1024 + 4096
 
 
+def test_what_took_the_place_of_an_unaligned_buffer_waits_for_nobody():
+    """As Inductor writes both: a sort makes its own result, which it takes for unaligned, and a sum over it is."""
+    x, w = torch.zeros(16, 16), torch.zeros(16, 16)
+
+    def products(first):
+        return ((first.relu() + 1) @ w) @ w
+
+    assert played(lambda x, w: products(x @ w), x, w) == [1024, 1024, -1024, -1024]
+    sorted_one = played(lambda x, w: products(torch.ops.aten.sort.default(x)[0]), x, w)
+    assert [size for size in sorted_one if abs(size) == 1024] == [1024, 1024, -1024, 1024, -1024, -1024]
+
+
 def max_of(sizes: list[int]) -> int:
     live = best = 0
     for size in sizes:

@@ -163,6 +163,7 @@ class _Played:
         for other in dying:
             if other is value.old or (kernel.is_fused and other.key == value.key and other in kernel.whole):
                 dying.remove(other)
+                value.is_aligned = other.is_aligned  # in its place, whatever wrote it
                 return other.slot
         dead = pool.take(value.key, number) if kernel.is_fused or kernel.name in GIVEN_ROOM else None
         if dead is not None:
