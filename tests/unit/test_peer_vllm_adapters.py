@@ -54,6 +54,7 @@ def test_adapters_had_words_of_their_own_before_012():
     assert buffers(version="0.11.0").bytes == 92_356_608 + more == 96_567_296
     assert buffers(version="0.12.0").bytes == 92_356_608
     assert buffers(version="0.11.0", lora_extra_vocab_size=512).bytes == 92_356_608 + 2 * more
+    assert buffers(version="0.11.0", lora_extra_vocab_size=0).bytes == 92_356_608
 
 
 def test_only_the_split_side_is_split():
