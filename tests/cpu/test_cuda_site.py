@@ -238,3 +238,30 @@ def test_a_wake_without_memory_for_steps_changes_nothing(site, cache):
     assert cache.num_refills == 1
     cache.error = None
     site.materialize({KV})
+
+
+def test_what_the_driver_keeps_of_dropped_graphs_is_theirs_and_counts_once(site, cache, card, played):
+    site.remainder("context", LineKind.CONTEXT)
+    account, pools = site.sampled("graphs", LineKind.GRAPHS), []
+
+    def capture():
+        pools.append(card.mem_alloc(20 * MiB))
+        played.reserved += 20 * MiB
+        if len(pools) == 1:
+            card.unseen_bytes += 6 * MiB  # once: the next graphs find it there
+
+    def clear(*, given_back=0):
+        card.mem_free(pools[-1])
+        played.reserved -= 20 * MiB
+        card.unseen_bytes -= given_back
+
+    for _ in range(3):
+        site.captured(capture)
+        assert account.physical_bytes == 26 * MiB
+        assert site.beyond_accounts_bytes() == 0
+        site.dropped(clear)
+        assert account.physical_bytes == 6 * MiB
+        assert site.beyond_accounts_bytes() == 0
+    site.captured(capture)
+    site.dropped(lambda: clear(given_back=4 * MiB))
+    assert account.physical_bytes == 2 * MiB

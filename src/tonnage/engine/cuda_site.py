@@ -69,7 +69,7 @@ class CudaSite(Site):
         self._steps = StepSegments(self, self._torch_memory)
         self._cache = StepCache(self._torch_memory, stream=stream.handle, take=self._tensor)
         self._is_vacant = False  # no step can run
-        self._graph_pool_bytes = 0
+        self._graph_pool_bytes = self._graph_driver_bytes = 0
         with torch.cuda.device(ordinal):
             torch.cuda.init()
             self._torch_stream = torch.cuda.ExternalStream(stream.handle, device=self.torch_device)
@@ -192,17 +192,26 @@ class CudaSite(Site):
         self._graph_pool_bytes = torch.cuda.memory_reserved(self.torch_device) - before
         # What the process holds has torch's pool in it; where the driver does not tell, the pool is all that is known.
         grown = max(self._graph_pool_bytes, (self.own_bytes() or 0) - before_own)
-        self.sampled("graphs", LineKind.GRAPHS).sampled(grown)
+        self._graph_driver_bytes += grown - self._graph_pool_bytes
+        self.sampled("graphs", LineKind.GRAPHS).sampled(self._graph_pool_bytes + self._graph_driver_bytes)
         return Quantity.exact(round_up(grown, ROUNDING_BYTES), Source.MEASURED, "growth of the process by captures")
 
     def dropped(self, clear: Callable[[], None]) -> int:
-        before = self.free_bytes()
+        """What the driver does not give back with graphs stays theirs: the next ones use it again."""
+        before, beyond = self.free_bytes(), self._beyond_torch_bytes()
         clear()
         self.driver.device_sync()
-        self._refill()
         self._graph_pool_bytes = 0
-        self.sampled("graphs", LineKind.GRAPHS).sampled(0)
+        given_back = max(0, beyond - self._beyond_torch_bytes())
+        self._graph_driver_bytes = max(0, self._graph_driver_bytes - given_back)
+        self._refill()
+        self.sampled("graphs", LineKind.GRAPHS).sampled(self._graph_driver_bytes)
         return max(0, self.free_bytes() - before)
+
+    def _beyond_torch_bytes(self) -> int:
+        """What this process holds and torch did not reserve; 0 where nothing tells."""
+        own = self.own_bytes()
+        return 0 if own is None else own - torch.cuda.memory_reserved(self.torch_device)
 
     def release(self, tags: Collection[str]) -> dict[str, int]:
         """With the KV cache goes what torch keeps for steps, in our arena and outside: none runs without it."""
