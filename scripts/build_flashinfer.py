@@ -7,7 +7,7 @@ on how many heads there are. Name a model and all of that is read from its confi
     python scripts/build_flashinfer.py --head-dim 128 --dtype bfloat16 [--window] [--softcap]
 
 It takes nvcc of CUDA 12.8 or newer with the headers of cuRAND (``pip install nvidia-curand`` has them), ninja, a C++
-compiler, and ``pip install tonnage[flashinfer]``. On two cores "fa2" takes a minute and "fa3" six. Modules go to
+compiler, and ``pip install tonnage[flashinfer]``. On two cores "fa2" takes half a minute and "fa3" one. Modules go to
 ``$TONNAGE_FLASHINFER``, or to Tonnage's cache: the folder may be carried to another machine of the same architecture
 with the same major release of CUDA, where running them needs ``apache-tvm-ffi`` alone.
 """

@@ -205,9 +205,11 @@ class Engine:
         where the device has no virtual memory.
         """
         self._require_open()
-        with deferred_interrupts(), self._alone(), self._runtime.active():
-            self._steps.land_all()
-            slept = self._sleeper.sleep(tags)
+        with deferred_interrupts(), self._alone():
+            with self._runtime.active():
+                self._steps.land_all()
+            with self._runtime.aside():
+                slept = self._sleeper.sleep(tags)
             self._cache.events.flush()
         return slept
 

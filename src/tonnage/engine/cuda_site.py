@@ -136,7 +136,8 @@ class CudaSite(Site):
         """Nothing: what torch keeps it will want again, and taking it anew stops the device."""
 
     def drain(self) -> None:
-        """Torch gives back what it cached, too, and starts anew: a segment of the wrong size is as good as none."""
+        """Torch gives back what it cached, too, and starts anew: a segment of the wrong size is as good as none. What
+        steps have in an arena of ours stays as it is."""
         super().drain()
         torch.cuda.empty_cache()
         self._refill()
@@ -238,7 +239,7 @@ class CudaSite(Site):
         if KV not in tags:
             super().materialize(tags)
             return
-        if not self._steps.tags:
+        if not self._steps.is_used:
             self._take_cache()
         try:
             super().materialize({*tags, *self._steps.tags})

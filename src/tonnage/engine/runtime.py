@@ -44,6 +44,9 @@ class Runtime(Protocol):
     def active(self) -> AbstractContextManager[object]:
         """Around a whole step: what is asked of torch goes to the device and in its order."""
 
+    def aside(self) -> AbstractContextManager[object]:
+        """The same around what is no step and takes nothing of its memory: torch's own cache can be emptied inside."""
+
     def launch(self, scheduled: Scheduled, batch: Batch) -> Pending:
         """Compute a prepared step, or begin to. Whatever it raises, nothing that it took is kept."""
 
@@ -104,6 +107,9 @@ class DeviceRuntime:
     def active(self) -> AbstractContextManager[object]:
         return self.site.active()
 
+    def aside(self) -> AbstractContextManager[object]:
+        return self.site.capturing()
+
     def launch(self, scheduled: Scheduled, batch: Batch) -> Pending:
         return self.executor.launch(StepInputs.of(scheduled, batch, self.managers))
 
@@ -130,7 +136,7 @@ class DeviceRuntime:
     def recapture(self) -> None:
         if (graphs := self.executor.graphs) is None:
             return
-        with self.site.capturing():
+        with self.aside():
             graphs.warm_up()
             self.site.captured(graphs.capture)
 

@@ -51,6 +51,11 @@ class StepSegments:
         return sum(one.state().live_bytes for one in self.all)
 
     @property
+    def is_used(self) -> bool:
+        """Whether steps get their memory from the arena."""
+        return self._segments is not None and self._is_used
+
+    @property
     def pool_id(self) -> tuple[int, int]:
         """Of torch's pool that steps use now."""
         return self._segments.pool_id if self._segments is not None and self._is_used else (0, 0)

@@ -235,6 +235,9 @@ class _StubRuntime:
     def active(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def aside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def launch(self, scheduled: Scheduled, batch: Batch) -> Pending:
         inputs = StepInputs.of(scheduled, batch, self.managers)
         if self.steps_ahead:
