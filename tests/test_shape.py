@@ -92,3 +92,10 @@ def test_no_two_test_files_have_one_name():
     """They are modules without packages: of two of one name pytest can only collect one, as ``make test-gpu`` would."""
     names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
     assert sorted(names) == sorted(set(names))
+
+
+def test_unit_tests_need_neither_torch_nor_numpy():
+    """They run where both are blocked and nowhere else: one that skips without them would never run."""
+    needy = re.compile(r"^\s*(?:import|from) (?:torch|numpy)\b|importorskip", re.MULTILINE)
+    unit = (Path(__file__).parent / "unit").glob("*.py")
+    assert [path.name for path in unit if needy.search(path.read_text())] == []

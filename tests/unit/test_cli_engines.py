@@ -262,6 +262,8 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("plan", *H100, "--engine", "sglang", "--kv-fraction", "0.5"), "--kv-fraction has no counterpart in SGLang"),
     (("plan", *H100, "--engine", "sglang", "--explain"), "--explain is about our own plan"),
     (("plan", *H100, "--engine", "sglang", "--attention", "triton"), "--attention is about our own plan"),
+    (("plan", *H100, "--engine", "vllm==0.0.0"), "vLLM began with 0.1. To change: write 0.1 or a later one"),
+    (("plan", *H100, "--engine", "trtllm==0.4.9"), "TensorRT-LLM began with 0.5"),
     (("plan", *H100, "--engine", "sglang", "--like", "vllm:max_num_seqs=4"), "no start of it is asked for"),
     (("plan", *H100, "--engine", "sglang", "--like", "sglang:tp_size=2"), "use --tp N"),
     (("plan", *H100, "--engine", "sglang", "--like", "sglang:mem_fraction=1"), "did you mean mem_fraction_static"),

@@ -85,6 +85,8 @@ def test_the_reference_policy(tonnage: Program) -> None:
         (["--graphs", "0"], "--graphs = '0'"),
         (["--scratch", "lend"], "cannot be lent"),
         (["--attention", "nothing"], "no such backend"),
+        (["--attention", ""], "no such backend"),
+        (["--cp", "10000"], "a context is spread over at most 4,096 ranks. To change: write at most 4096"),
         (["--max-encoder-tokens", "5"], "has no encoder"),
         (["--without", "weights"], "no claim of that name"),
     ],

@@ -56,7 +56,7 @@ class StepOptions:
         from tonnage.graphs.load_files import read_step_times
         from tonnage.graphs.step_times import affine, measured
 
-        eager_ns = _nanoseconds(self.eager_us or "0", "--eager-us")
+        eager_ns = _nanoseconds("0" if self.eager_us is None else self.eager_us, "--eager-us")
         given = [self.base_us, self.row_us, self.tile_rows]
         if self.step_times is None:
             return affine(

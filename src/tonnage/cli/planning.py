@@ -104,7 +104,7 @@ class FeatureOptions:
 
     @property
     def backend(self) -> str:
-        return (self.attention or "sdpa").strip().lower()
+        return ("sdpa" if self.attention is None else self.attention).strip().lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,9 @@ from tonnage.errors import InvalidSetting
 from tonnage.terms import Rank
 from tonnage.units import ceil_div
 
+#: More than any machine has beside each other; what a larger number is meant for is a typing error.
+MOST_CONTEXT_RANKS = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShape:
@@ -74,6 +77,9 @@ def _check(config: ModelConfig, rank: Rank) -> None:
         sizes = f"tp {rank.tp} x pp {rank.pp}" + (f" x cp {rank.cp}" if rank.cp != 1 else "")
         remedy = "write numbers of ranks of at least 1, and an index among them"
         raise InvalidSetting("rank", rank.index, f"there are {sizes} ranks, numbered from 0", remedy=remedy)
+    if rank.cp > MOST_CONTEXT_RANKS:
+        what = f"a context is spread over at most {MOST_CONTEXT_RANKS:,} ranks"
+        raise InvalidSetting("cp", rank.cp, what, remedy=f"write at most {MOST_CONTEXT_RANKS}")
     if (rank.tp * rank.cp) % rank.ep:
         raise InvalidSetting(
             "ep", rank.ep, f"experts are spread over the tp {rank.tp} x cp {rank.cp} ranks of a stage, and it does not "

@@ -15,12 +15,13 @@ _BUILD = re.compile(r"b?(\d{3,6})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """One engine whose starts are predicted: its names, and the newest release whose rules are known."""
+    """One engine whose starts are predicted: its names, its first release, and the newest whose rules are known."""
 
     name: str
     title: str
     aliases: tuple[str, ...]
     newest: str
+    oldest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +48,9 @@ class Asked:
 
 
 KNOWN = (
-    Known(name=VLLM.name, title=VLLM.title, aliases=VLLM.aliases, newest=VLLM.version),
-    Known(name=SGLANG.name, title=SGLANG.title, aliases=SGLANG.aliases, newest=SGLANG.version),
-    Known(name=TRTLLM.name, title=TRTLLM.title, aliases=TRTLLM.aliases, newest="1.2"),
+    Known(name=VLLM.name, title=VLLM.title, aliases=VLLM.aliases, newest=VLLM.version, oldest="0.1"),
+    Known(name=SGLANG.name, title=SGLANG.title, aliases=SGLANG.aliases, newest=SGLANG.version, oldest="0.1"),
+    Known(name=TRTLLM.name, title=TRTLLM.title, aliases=TRTLLM.aliases, newest="1.2", oldest="0.5"),
     Known(name="llamacpp", title="llama.cpp", aliases=("llama.cpp", "llama-cpp", "llama_cpp", "lcpp"), newest="b9900"),
 )
 
@@ -100,6 +101,10 @@ def version_of(known: Known, text: str, *, flag: str = FLAG) -> Version:
     if build is None and known.name == "llamacpp":
         raise InvalidSetting(flag, text, "no build has such a number", remedy="write one such as b9265")
     if build is None:
-        return Version.asked(text, knob=flag)
+        version = Version.asked(text, knob=flag)
+        if version.may_be(since=Version.read(known.oldest).first):
+            return version
+        remedy = f"write {known.oldest} or a later one, such as {known.newest}"
+        raise InvalidSetting(flag, text, f"{known.title} began with {known.oldest}", remedy=remedy)
     number = (int(build[1]), 0, 0)
     return Version(text=text, first=number, last=number)

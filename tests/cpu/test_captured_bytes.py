@@ -5,9 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 
 from tonnage.engine.cuda_site import CudaSite
@@ -25,6 +22,7 @@ def test_the_graph_pool_counts_once(monkeypatch, own, grown):
     site = object.__new__(CudaSite)
     site.driver = SimpleNamespace(device_sync=lambda: None)
     site.torch_device = None
+    site._graph_driver_bytes = 0
     booked = []
     monkeypatch.setattr(CudaSite, "sampled", lambda *_: SimpleNamespace(sampled=booked.append))
     assert site.captured(lambda: None).bytes == grown
