@@ -42,8 +42,9 @@ from cuda.bindings import driver
 driver.cuInit(0)
 device = driver.cuDeviceGet(0)[1]
 import pynvml
+from tonnage.device.cuda_devices import cuda_devices
 pynvml.nvmlInit()
-handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+handle = pynvml.nvmlDeviceGetHandleByUUID(cuda_devices().devices[0].uuid)  # NVML counts the hidden ones too
 used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
 before = used()
 driver.cuDevicePrimaryCtxRetain(device)

@@ -19,7 +19,7 @@ from tonnage.device.reading import take_reading, wait_until_stable
 from tonnage.device.without import WithoutVirtualMemory
 from tonnage.engine.site import KV, ROUNDING_BYTES, Site, StepPeak, no_memory_left
 from tonnage.engine.step_cache import StepCache
-from tonnage.engine.step_segments import StepSegments
+from tonnage.engine.step_segments import BESIDE_BYTES, StepSegments
 from tonnage.errors import CannotMaterialize, DoesNotFit, DriverError, InvalidSetting
 from tonnage.hardware import Card, find_card, generic_card
 from tonnage.ledger import Ledger
@@ -271,16 +271,16 @@ class CudaSite(Site):
         self.driver.device_sync()
         torch.cuda.empty_cache()
         kept = torch.cuda.memory_reserved(self.torch_device) - self._graph_pool_bytes
-        self._steps.open(step_bytes=step_bytes, kept_bytes=kept + DEFAULT_SLACK_BYTES, try_out=try_out)
+        self._steps.open(step_bytes=step_bytes, kept_bytes=kept, try_out=try_out)
 
     def close_boundary(self, *, total_bytes: int | None, step_bytes: int) -> tuple[str, ...]:  # noqa: ARG002
-        """Torch is held to what it has reserved by now and a slack."""
+        """Torch is held to what it has reserved by now and a slack, the rest of the arena among it."""
+        beside = BESIDE_BYTES if self._steps.is_used else DEFAULT_SLACK_BYTES
         boundary = close_boundary(
             self._torch_memory,
             route=self._steps.route,
             segments=self._steps.all,
-            # The arena is theirs whole; the slack is what torch's own pool may take beside it.
-            slack_bytes=DEFAULT_SLACK_BYTES + self._steps.headroom_bytes,
+            slack_bytes=beside + self._steps.headroom_bytes,
         )
         self.closing(lambda: open_boundary(self._torch_memory, boundary))
         return (boundary.paragraph(),)

@@ -39,10 +39,20 @@ def culprit(error: BaseException) -> str | None:
 
 
 def release_frames(error: BaseException) -> None:
-    """Empty the frames that the error's traceback holds: they keep the failed step's tensors alive."""
+    """Let go of what the frames of ``error`` and its causes hold: the failed step's tensors. Where it was raised stays
+    as text in its notes.
+
+    A frame that is emptied still holds its function, and with that whatever the function closes over: a lambda its
+    step, compiled code a layer's weights. So the traceback is cut behind every frame.
+    """
     seen: BaseException | None = error
     while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
+        trace = seen.__traceback__
+        if trace is not None and trace.tb_next is not None:
+            seen.add_note("Raised in:\n" + "".join(traceback.format_tb(trace.tb_next)).rstrip())
+            traceback.clear_frames(trace)
+            while trace is not None:  # a ``with`` that the error passes through holds it from its own frame on
+                trace.tb_next, trace = None, trace.tb_next
         seen = seen.__cause__ or seen.__context__
 
 

@@ -14,13 +14,16 @@ from tonnage.engine.faults import release_frames
 from tonnage.engine.site import Site
 from tonnage.errors import BufferInUse, BufferOOM
 from tonnage.terms import LineKind
-from tonnage.units import format_bytes, round_down
+from tonnage.units import MiB, format_bytes, round_down
 
 #: Owner of the arena; torch itself is the owner of what lies in no arena.
 OWNER = "torch's steps"
 TAG = "activations"
 #: The arena's own tag, by which it sleeps: what is in segments is booked apart from it.
 ARENA = "steps"
+#: What torch's own pool may take beside the arena: a segment for tensors from a MiB on, and two for smaller ones. The
+#: rest of the slack that torch is left with lies in the arena, where steps of odd shapes need it.
+BESIDE_BYTES = 24 * MiB
 
 
 class StepSegments:
@@ -104,16 +107,21 @@ class StepSegments:
 
     def open(self, *, step_bytes: int, kept_bytes: int, try_out: Callable[[], None]) -> None:
         """Commit the arena: what is left of ``step_bytes`` beside the ``kept_bytes`` that torch's own pool does not
-        give back; then ``try_out`` runs steps of every kind in it.
+        give back and ``BESIDE_BYTES``; then ``try_out`` runs steps of every kind in it.
 
         Where there is no compiler, no memory, or torch cuts the arena so that a step does not fit, steps get their
-        memory as before and ``route`` says why.
+        memory as before, ``route`` says why, and ``try_out`` fills torch's own pool again.
         """
+        self._open(step_bytes, kept_bytes, try_out)
+        if not self._is_used:
+            try_out()
+
+    def _open(self, step_bytes: int, kept_bytes: int, try_out: Callable[[], None]) -> None:
         self.route = find_route(self._torch_memory, fall_back=True)
         shim = self.route.shim
         if shim is None:
             return
-        num_bytes = round_down(max(0, step_bytes - kept_bytes), SEGMENT_ALIGN_BYTES)
+        num_bytes = round_down(max(0, step_bytes - kept_bytes - BESIDE_BYTES), SEGMENT_ALIGN_BYTES)
         if not num_bytes:
             self.route = Route(shim=None, reason="what steps need lies in torch's own pool already")
             return
