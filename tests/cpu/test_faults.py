@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
@@ -94,19 +95,18 @@ def options(request, folder, monkeypatch):
 
 def test_a_start_that_runs_out_of_memory_gives_everything_back(options, monkeypatch):
     """In the first step, in the middle and in the last; that memory stays mapped would be a warning, hence an error."""
-    forward, calls, last = SdpaBackend.forward, 0, 0
+    forward, numbers, failing_at = SdpaBackend.forward, count(1), 0
 
     def counted(self, *args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == last:
+        if next(numbers) == failing_at:
             raise torch.OutOfMemoryError("no memory for it")
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(SdpaBackend, "forward", counted)
     with start(options):
-        pass
-    for last in (1, calls // 2, calls):
-        calls = 0
+        num_calls = next(numbers) - 1
+    assert num_calls > 2
+    for nth in (1, num_calls // 2, num_calls):
+        numbers, failing_at = count(1), nth
         with pytest.raises(StartupError, match="OutOfMemoryError: no memory for it"):
             start(options)
