@@ -276,7 +276,7 @@ def test_what_torch_keeps_for_steps_is_the_same_after_a_sleep(folder, prompts, t
     with start(asked(folder, attention="triton", compile=False, torch_segments=torch_segments)) as engine:
         cache = engine._runtime.site._cache
         before = cache._present()
-        assert sum(before.values()) > 2
+        assert before
         for tags in (("kv",), ("graphs",), ()):
             engine.sleep(*tags)
             if "graphs" not in tags:  # in an arena of ours segments sleep as they are
