@@ -38,7 +38,7 @@ def test_a_host_and_a_card_without_triton_have_torch(there):
 
 
 def test_kernels_count_where_all_that_the_model_needs_is_compiled(there, monkeypatch):
-    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}})
+    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}, "paired": {DECODE: 1}})
     there(built=(PLAIN, WINDOW))
     assert choose("cuda", (PLAIN,), sm=90) == "flashinfer"
     assert choose("cuda", sm=90) == "triton", "no model is known yet"
@@ -47,7 +47,7 @@ def test_kernels_count_where_all_that_the_model_needs_is_compiled(there, monkeyp
 
 
 def test_kernels_count_for_what_was_measured_of_them(there, monkeypatch):
-    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}})
+    monkeypatch.setattr(choice, "RATES", {"triton": {DECODE: 1}, "flashinfer": {DECODE: 2}, "paired": {DECODE: 1}})
     others = (WINDOW, replace(PLAIN, head_dim=64), replace(PLAIN, has_softcap=True))
     there(built=(PLAIN, *others))
     assert choose("cuda", (PLAIN,), sm=90) == "flashinfer"
@@ -94,6 +94,12 @@ def test_rates_are_those_on_file():
         assert prompts == {point: rate for point, rate in RATES[name].items() if point.stage == "prefill"}
 
 
-def test_auto_is_triton_by_what_has_been_measured(there):
+def test_auto_is_the_pair_by_what_has_been_measured(there):
+    """It decodes as the one and computes prompts as the other."""
     there(built=(PLAIN,))
+    assert choose("cuda", (PLAIN,), sm=90) == "paired"
+    assert {
+        point: RATES["flashinfer" if point.stage == "prefill" else "triton"][point] for point in RATES["paired"]
+    } == (RATES["paired"])
+    there()
     assert choose("cuda", (PLAIN,), sm=90) == "triton"

@@ -28,8 +28,8 @@ class Point:
     tokens: int
 
 
-#: Without "paired", which would be the fastest: it waits for a soak that holds (docs/decisions/0037).
-WITH_FLASHINFER = ("flashinfer",)
+#: Those that need FlashInfer's modules.
+WITH_FLASHINFER = ("flashinfer", "paired")
 #: Seconds are work over rate: GB/s of keys and values for "decode", TFLOP/s of the causal half for "prefill".
 UNITS = {"decode": 10**9, "prefill": 10**12}
 #: What is weighed, as work in one layer: 256 sequences of 1,024 prompt tokens with 256 more.
@@ -47,8 +47,8 @@ _TRITON = {
     Point("decode", 128, 1024): 4022,
     Point("decode", 256, 1024): 4161,
     Point("decode", 32, 8192): 4259,
-    Point("prefill", 8, 1024): 229,
-    Point("prefill", 1, 8192): 381,
+    Point("prefill", 8, 1024): 254,
+    Point("prefill", 1, 8192): 385,
 }
 _FLASHINFER = {
     Point("decode", 1, 1024): 390,
@@ -59,7 +59,9 @@ _FLASHINFER = {
     Point("prefill", 8, 1024): 336,
     Point("prefill", 1, 8192): 529,
 }
-RATES: Mapping[str, Mapping[Point, int]] = {"triton": _TRITON, "flashinfer": _FLASHINFER}
+#: Steps of decodes alone by the one, all others by the other.
+_PAIRED = {point: (_TRITON if point.stage == "decode" else _FLASHINFER)[point] for point in _TRITON}
+RATES: Mapping[str, Mapping[Point, int]] = {"triton": _TRITON, "flashinfer": _FLASHINFER, "paired": _PAIRED}
 
 
 def choose(

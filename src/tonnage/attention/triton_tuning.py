@@ -39,13 +39,17 @@ def decode_tuning(dim_pad: int, element_bytes: int, block_tokens: int) -> Tuning
 
 
 def prefill_tuning(dim_pad: int, element_bytes: int) -> Tuning:
-    """As many queries as registers hold the float32 outputs of: 128 x 128 are 64 a thread of 8 warps.
+    """As many queries as registers hold the float32 outputs of: 128 x 128 are 128 a thread of 4 warps, 64 of 8.
 
     Sizes are the largest at which the compiler for sm_90 spills no registers to speak of; float32 operands take three
-    times the registers, being split for the tensor cores.
+    times the registers, being split for the tensor cores. For heads of 128 few keys and few warps are the fastest for
+    prompts of 1,024 tokens, and as fast as any but the largest tile for long ones (docs/on-a-card.md): several programs
+    share a multiprocessor then, and one computes products while another one's weights are made.
     """
     if element_bytes == 4:
         return Tuning(keys=32, queries=64 if dim_pad <= 128 else 32, num_warps=4, num_stages=2)
     if dim_pad > 128:
         return Tuning(keys=32, queries=128, num_warps=8, num_stages=2)
+    if dim_pad == 128:
+        return Tuning(keys=32, queries=128, num_warps=4, num_stages=3)
     return Tuning(keys=64, queries=128, num_warps=8, num_stages=3)
