@@ -45,7 +45,7 @@ from tonnage.engine.packing import packed_order
 from tonnage.engine.sampling import Sampler
 from tonnage.engine.weights import class_layout, experts_implementation, place_parameters
 from tonnage.errors import InvalidSetting
-from tonnage.hardware import find_card, generic_card
+from tonnage.hardware import Card, find_card, generic_card
 from tonnage.planner.limits import MAX_LOGPROBS
 from tonnage.terms import Quantity, Rank, StepShape
 from tonnage.units import MiB
@@ -270,8 +270,8 @@ def estimates(config: ModelConfig, family: Family, num_tokens: int, logits_rows:
     return found
 
 
-def intervals(config: ModelConfig, num_tokens: int) -> dict[str, Quantity]:
-    """What `tonnage plan --exact` says of what ``stage_peaks`` measures. Raises ``RuntimeError`` where it says nothing.
+def intervals(config: ModelConfig, num_tokens: int, *, card: Card | None = None) -> dict[str, Quantity]:
+    """What `tonnage plan --exact` says of what ``stage_peaks`` measures, on the card that is there or ``card``. Raises ``RuntimeError`` where it says nothing.
 
     A plan sets aside what torch reserves for the stage that takes most; the others run in the same segments.
     """
@@ -282,16 +282,19 @@ def intervals(config: ModelConfig, num_tokens: int) -> dict[str, Quantity]:
         max_logits_rows=LOGITS_ROWS,
         max_logprobs=MAX_LOGPROBS,
     )
-    try:
-        card = find_card(torch.cuda.get_device_name())
-    except InvalidSetting:  # not in the catalogue: only its kind counts here
-        card = generic_card(80 * 2**30)
     probe = FakeProbe()
-    stages = probe.stages(config, card=card, limits=limits, rank=Rank(), dtype=DTYPE)
+    stages = probe.stages(config, card=card or card_there(), limits=limits, rank=Rank(), dtype=DTYPE)
     if stages is None:
         raise RuntimeError("\n".join(probe.notes))
     reserved = max((stage.reserved for stage in stages), key=lambda taken: taken.bytes)
     return {**{stage.stage: stage.allocated for stage in stages}, "reserved": reserved}
+
+
+def card_there() -> Card:
+    try:
+        return find_card(torch.cuda.get_device_name())
+    except InvalidSetting:  # not in the catalogue: only its kind counts here
+        return generic_card(80 * 2**30)
 
 
 def compared(

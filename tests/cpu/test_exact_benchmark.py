@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tonnage.engine.exact.steps import sampling, tile_elements
 from tonnage.engine.exact.trace import top_of
 from tonnage.engine.family import FAMILIES
 from tonnage.engine.tracker import StorageTracker
+from tonnage.hardware import find_card
 from tonnage.planner.limits import MAX_LOGPROBS
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
@@ -63,3 +65,22 @@ def test_a_case_that_fails_is_a_row(bench, capsys):
     out, err = capsys.readouterr()
     assert "broken, apart" in out
     assert "KeyError" in err
+
+
+def test_what_a_card_took_lies_in_what_is_said_of_it_now(bench):
+    """Peaks alive and reserved of four published shapes on an H200, and their eager peaks within 1 %."""
+    filed = json.loads((Path(BENCHMARKS) / "results" / "2026-11-30-h200-exact-peaks.json").read_text())
+    judged = [row for row in filed["rows"] if row.get("stages")]
+    assert {(row["case"], row["tokens"]) for row in judged} == {
+        (name, tokens) for name in bench.CARD_SHAPES for tokens in bench.CARD_TOKENS
+    }
+    for row in filed["rows"]:
+        assert row["eager"]["allocated"] == pytest.approx(row["eager"]["estimate"]["allocated"], rel=0.01)
+    for row in judged[::3]:  # the smallest of each shape: they differ most from what is said
+        config = bench.config_of(row["case"], bench.CARD_SHAPES[row["case"]])
+        said = bench.intervals(config, row["tokens"], card=find_card("H200"))
+        for stage, was in row["stages"].items():
+            now = said[stage]
+            assert was["low"] <= was["measured"] <= was["high"]
+            assert now.low <= was["measured"] <= now.high, (row["case"], row["tokens"], stage)
+            assert now.high - now.low <= 0.15 * now.bytes
