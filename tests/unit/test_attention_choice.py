@@ -88,7 +88,7 @@ def test_rates_are_those_on_file():
     ours = {point: rate for point, rate in RATES["triton"].items() if point.stage == "decode"}
     assert ours.items() <= decodes.items()
     assert {point for point in RATES["flashinfer"] if point.stage == "decode"} == set(ours)
-    for name, told in (("triton", "triton kernels"), ("flashinfer", "flashinfer fa3")):
+    for name, told in (("triton", "triton"), ("flashinfer", "flashinfer fa3")):
         prompts = {Point("prefill", row["rows"], row["count"]): round(row["tflop_per_s"]) for row in filed("prefill")
                    if row["backend"] == told and not row["cached"]}  # fmt: skip
         assert prompts == {point: rate for point, rate in RATES[name].items() if point.stage == "prefill"}

@@ -39,7 +39,7 @@ LOAD: Mapping[Point, int] = {
 }
 
 #: Decodes of "triton", and prompts of both: benchmarks/results/2026-11-30-h200-attention-decode.json and
-#: 2026-11-30-h200-attention-prefill.json ("triton kernels", "flashinfer fa3"). Decodes of FlashInfer 0.6.14: on the
+#: 2026-11-30-h200-attention-prefill.json ("triton", "flashinfer fa3"). Decodes of FlashInfer 0.6.14: on the
 #: same kind of card on 2026-11-29, on tensor cores in a graph.
 _TRITON = {
     Point("decode", 1, 1024): 616,
@@ -48,7 +48,7 @@ _TRITON = {
     Point("decode", 256, 1024): 4161,
     Point("decode", 32, 8192): 4259,
     Point("prefill", 8, 1024): 254,
-    Point("prefill", 1, 8192): 385,
+    Point("prefill", 1, 8192): 374,
 }
 _FLASHINFER = {
     Point("decode", 1, 1024): 390,
@@ -57,7 +57,7 @@ _FLASHINFER = {
     Point("decode", 256, 1024): 3939,
     Point("decode", 32, 8192): 4227,
     Point("prefill", 8, 1024): 336,
-    Point("prefill", 1, 8192): 529,
+    Point("prefill", 1, 8192): 490,
 }
 #: Steps of decodes alone by the one, all others by the other.
 _PAIRED = {point: (_TRITON if point.stage == "decode" else _FLASHINFER)[point] for point in _TRITON}
