@@ -273,7 +273,8 @@ def estimates(config: ModelConfig, family: Family, num_tokens: int, logits_rows:
 def intervals(config: ModelConfig, num_tokens: int, *, card: Card | None = None) -> dict[str, Quantity]:
     """What `tonnage plan --exact` says of what ``stage_peaks`` measures, on the card that is there or ``card``.
 
-    Raises ``RuntimeError`` where it says nothing. A plan sets aside what torch reserves for the stage that takes most; the others run in the same segments.
+    Raises ``RuntimeError`` where it says nothing. A plan sets aside what torch reserves for the stage that takes most;
+    the others run in the same segments.
     """
     limits = Limits(
         max_seq_len=num_tokens,
