@@ -74,6 +74,26 @@ def test_causes_are_let_go_as_well():
     assert "in run" in failed.value.__cause__.__notes__[0]
 
 
+def test_errors_behind_a_cause_in_groups_and_in_a_ring_are_let_go_as_well():
+    found = []
+
+    def caught(behind=None):
+        try:
+            failing(found)
+        except ValueError as error:
+            error.__cause__ = behind
+            return error
+
+    first = caught()
+    second = caught(behind=first)
+    first.__context__ = second
+    group = ExceptionGroup("several", [second, ExceptionGroup("more", [caught()])])
+    release_frames(group)
+    release_frames(group)
+    assert [ref() for ref in found] == [None] * 3
+    assert [len(error.__notes__) for error in (first, second)] == [1, 1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("small"), max_position_embeddings=512)

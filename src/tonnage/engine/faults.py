@@ -39,21 +39,31 @@ def culprit(error: BaseException) -> str | None:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of what the frames of ``error`` and its causes hold: the failed step's tensors. Where it was raised stays
-    as text in its notes.
+    """Let go of what the frames of ``error``, and of all errors behind it, hold: the failed step's tensors. Where it
+    was raised stays as text in its notes.
 
     A frame that is emptied still holds its function, and with that whatever the function closes over: a lambda its
     step, compiled code a layer's weights. So the traceback is cut behind every frame.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        trace = seen.__traceback__
-        if trace is not None and trace.tb_next is not None:
-            seen.add_note("Raised in:\n" + "".join(traceback.format_tb(trace.tb_next)).rstrip())
-            traceback.clear_frames(trace)
-            while trace is not None:  # a ``with`` that the error passes through holds it from its own frame on
-                trace.tb_next, trace = None, trace.tb_next
-        seen = seen.__cause__ or seen.__context__
+    waiting, released = [error], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in released:  # errors may name each other
+            continue
+        released.add(id(one))
+        _cut(one)
+        behind = [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+        waiting += [further for further in behind if further is not None]
+
+
+def _cut(error: BaseException) -> None:
+    trace = error.__traceback__
+    if trace is None or trace.tb_next is None:
+        return
+    error.add_note("Raised in:\n" + "".join(traceback.format_tb(trace.tb_next)).rstrip())
+    traceback.clear_frames(trace)
+    while trace is not None:  # a ``with`` that the error passes through holds it from its own frame on
+        trace.tb_next, trace = None, trace.tb_next
 
 
 def _place(error: BaseException) -> str:
