@@ -43,8 +43,8 @@ def prefill_tuning(dim_pad: int, element_bytes: int) -> Tuning:
 
     Sizes are the largest at which the compiler for sm_90 spills no registers to speak of; float32 operands take three
     times the registers, being split for the tensor cores. For heads of 128 few keys and few warps are the fastest for
-    prompts of 1,024 tokens, and as fast as any but the largest tile for long ones (docs/on-a-card.md): two programs share
-    a multiprocessor then (80 KiB of shared memory each), and one computes products while the other makes weights.
+    prompts of 1,024 tokens, and as fast as any but the largest tile for long ones (docs/on-a-card.md): two programs
+    share a multiprocessor then (80 KiB of its memory each), and one computes products while the other makes weights.
     """
     if element_bytes == 4:
         return Tuning(keys=32, queries=64 if dim_pad <= 128 else 32, num_warps=4, num_stages=2)
