@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from contextlib import contextmanager
 from itertools import count
@@ -130,3 +131,24 @@ def test_a_start_that_runs_out_of_memory_gives_everything_back(options, monkeypa
         numbers, failing_at = count(1), nth
         with pytest.raises(StartupError, match="OutOfMemoryError: no memory for it"):
             start(options)
+
+
+def test_an_error_that_its_own_function_caught_and_handed_on_lets_go_of_that_frame():
+    class Held:
+        pass
+
+    held = []
+
+    def gives_back():
+        here = Held()
+        held.append(weakref.ref(here))
+        try:
+            raise ValueError("caught here")
+        except ValueError as error:
+            return error
+
+    group = ExceptionGroup("two steps", [gives_back()])
+    assert held[0]() is not None
+    release_frames(group)
+    gc.collect()
+    assert held[0]() is None

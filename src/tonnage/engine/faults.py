@@ -58,7 +58,10 @@ def release_frames(error: BaseException) -> None:
 
 def _cut(error: BaseException) -> None:
     trace = error.__traceback__
-    if trace is None or trace.tb_next is None:
+    if trace is None:
+        return
+    if trace.tb_next is None:  # who caught it, or who raised and handed it on and is through
+        traceback.clear_frames(trace)
         return
     error.add_note("Raised in:\n" + "".join(traceback.format_tb(trace.tb_next)).rstrip())
     traceback.clear_frames(trace)
