@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from contextlib import contextmanager
 from itertools import count
@@ -95,6 +94,28 @@ def test_errors_behind_a_cause_in_groups_and_in_a_ring_are_let_go_as_well():
     assert [len(error.__notes__) for error in (first, second)] == [1, 1]
 
 
+def test_an_error_that_its_own_function_caught_and_handed_on_lets_go_of_that_frame_and_function():
+    found = []
+
+    def gives_back(held):
+        def run():
+            try:
+                raise ValueError(f"of {held}")
+            except ValueError as error:
+                return error
+
+        return run
+
+    held = Held()
+    found.append(weakref.ref(held))
+    error = gives_back(held)()
+    del held
+    assert found[0]() is not None
+    release_frames(ExceptionGroup("of two steps", [error]))
+    assert found[0]() is None
+    assert "in run" in error.__notes__[0]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("small"), max_position_embeddings=512)
@@ -131,24 +152,3 @@ def test_a_start_that_runs_out_of_memory_gives_everything_back(options, monkeypa
         numbers, failing_at = count(1), nth
         with pytest.raises(StartupError, match="OutOfMemoryError: no memory for it"):
             start(options)
-
-
-def test_an_error_that_its_own_function_caught_and_handed_on_lets_go_of_that_frame():
-    class Held:
-        pass
-
-    held = []
-
-    def gives_back():
-        here = Held()
-        held.append(weakref.ref(here))
-        try:
-            raise ValueError("caught here")
-        except ValueError as error:
-            return error
-
-    group = ExceptionGroup("two steps", [gives_back()])
-    assert held[0]() is not None
-    release_frames(group)
-    gc.collect()
-    assert held[0]() is None

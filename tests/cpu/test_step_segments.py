@@ -140,6 +140,22 @@ def test_a_step_that_does_not_fit_gives_the_arena_up_and_says_so(site, steps):
         pass
 
 
+def test_an_arena_that_cannot_be_given_up_is_not_had_beside_torch_s_own_pool(site, steps):
+    """A step that did not fit has left a tensor there: its memory would be taken twice."""
+    left = []
+
+    def does_not_fit():
+        (segments,) = steps.all
+        torch = Torch(segments._heap)
+        left.append((torch, torch.alloc(20 * MiB)))
+        raise OutOfMemoryError("tried to allocate")
+
+    with pytest.raises(BufferInUse, match="1 segments are alive"):
+        steps.open(step_bytes=64 * MiB + BESIDE_BYTES, kept_bytes=0, try_out=does_not_fit)
+    ((torch, address),) = left
+    torch.free(address)
+
+
 def test_no_other_failure_is_taken_for_that(steps):
     def falls_over():
         raise ZeroDivisionError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from types import TracebackType
 
 from tonnage.errors import BufferOOM, DeclarationExceeded, DriverOOM
 
@@ -43,7 +44,8 @@ def release_frames(error: BaseException) -> None:
     was raised stays as text in its notes.
 
     A frame that is emptied still holds its function, and with that whatever the function closes over: a lambda its
-    step, compiled code a layer's weights. So the traceback is cut behind every frame.
+    step, compiled code a layer's weights. So tracebacks are cut; of ``error`` itself the first frame stays, which is
+    that of whoever handles it.
     """
     waiting, released = [error], set[int]()
     while waiting:
@@ -51,22 +53,23 @@ def release_frames(error: BaseException) -> None:
         if id(one) in released:  # errors may name each other
             continue
         released.add(id(one))
-        _cut(one)
+        _cut(one, keeps_first=one is error)
         behind = [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
         waiting += [further for further in behind if further is not None]
 
 
-def _cut(error: BaseException) -> None:
+def _cut(error: BaseException, *, keeps_first: bool) -> None:
     trace = error.__traceback__
     if trace is None:
         return
-    if trace.tb_next is None:  # who caught it, or who raised and handed it on and is through
-        traceback.clear_frames(trace)
-        return
-    error.add_note("Raised in:\n" + "".join(traceback.format_tb(trace.tb_next)).rstrip())
+    if told := traceback.format_tb(trace)[int(keeps_first) :]:
+        error.add_note("Raised in:\n" + "".join(told).rstrip())
     traceback.clear_frames(trace)
-    while trace is not None:  # a ``with`` that the error passes through holds it from its own frame on
-        trace.tb_next, trace = None, trace.tb_next
+    rest: TracebackType | None = trace
+    while rest is not None:  # a ``with`` that the error passes through holds it from its own frame on
+        rest.tb_next, rest = None, rest.tb_next
+    if not keeps_first:
+        error.__traceback__ = None
 
 
 def _place(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
@@ -12,7 +12,7 @@ from tonnage.buffers.torch_memory import TorchMemory
 from tonnage.buffers.torch_segments import SEGMENT_ALIGN_BYTES, Route, TorchSegments, find_route
 from tonnage.engine.faults import release_frames
 from tonnage.engine.site import Site
-from tonnage.errors import BufferInUse, BufferOOM
+from tonnage.errors import BufferOOM
 from tonnage.terms import LineKind
 from tonnage.units import MiB, format_bytes, round_down
 
@@ -110,7 +110,8 @@ class StepSegments:
         give back and ``BESIDE_BYTES``; then ``try_out`` runs steps of every kind in it.
 
         Where there is no compiler, no memory, or torch cuts the arena so that a step does not fit, steps get their
-        memory as before, ``route`` says why, and ``try_out`` fills torch's own pool again.
+        memory as before, ``route`` says why, and ``try_out`` fills torch's own pool again. Raises what that raises, and
+        ``BufferInUse`` where the step that did not fit has left something in the arena.
         """
         self._open(step_bytes, kept_bytes, try_out)
         if not self._is_used:
@@ -148,8 +149,7 @@ class StepSegments:
         except torch.OutOfMemoryError as error:
             release_frames(error)  # they hold what lies in it
             self._is_used = False
-            with suppress(BufferInUse):  # then it stays, counted and of no use
-                self.close()
+            self.close()  # or steps would have their memory twice, and the plan has it once
             told = f"a step did not fit into an arena of {format_bytes(num_bytes)} as torch cuts it"
             self.route = Route(shim=None, reason=told)
 
