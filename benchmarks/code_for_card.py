@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import exact_peaks
-from exact_peaks import CARD_SHAPES, DTYPE, HOST_SHAPES, config_of, small
+from exact_shapes import CARD_SHAPES, DTYPE, HOST_SHAPES, config_of, small
 from filing import file_away, parser
 from tonnage.costs.config import ModelConfig
 from tonnage.engine.exact.fusion import compiled_events
